@@ -1,0 +1,64 @@
+"""A random op on a plain local tensor, run at its shard's place on a live generator."""
+
+from typing import Any
+
+import torch
+
+from . import _random
+from ._ops import RandomOp
+
+
+def draw(
+    row: RandomOp, plan: _random._ShardPlan, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs ``row`` on ``local`` at the place of ``plan``, and leaves the generator where every rank ends.
+
+    The generator is the ``generator=`` of ``kwargs``, or the default one of the local tensor's device. If the op raises,
+    it is where it was before the call. Does not communicate.
+
+    Raises:
+        RuntimeError: the generator is of another device type than ``local``.
+    """
+    generator = kwargs.get("generator")
+    if generator is None:
+        if local.is_cuda:
+            generator = torch.cuda.default_generators[local.get_device()]
+        else:
+            generator = _random._default_generator(local.device)
+    else:
+        _random._check_generator(generator, local.device)
+    if local.is_cpu:
+        return _draw_mt19937(row, plan, local, args, kwargs, generator)
+    base = generator.get_offset()
+    try:
+        generator.set_offset(base + plan.start)
+        out = row.call(local, *args, **kwargs)
+        generator.set_offset(base + plan.end)
+    except BaseException:
+        generator.set_offset(base)
+        raise
+    return out
+
+
+def _draw_mt19937(
+    row: RandomOp,
+    plan: _random._ShardPlan,
+    local: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    generator: torch.Generator,
+) -> Any:
+    if not row.takes_generator:
+        with _random._mt19937_region(plan, generator, generator):
+            return row.call(local, *args, **kwargs)
+    before = generator.get_state()
+    try:
+        if plan.num_shards > 1:
+            mt19937 = _random._get_mt19937()
+            key = mt19937.draw_key(generator)
+            mt19937.generator.set_state(mt19937.mixed_state(key, plan.index))
+            kwargs = {**kwargs, "generator": mt19937.generator}
+        return row.call(local, *args, **kwargs)
+    except BaseException:
+        generator.set_state(before)
+        raise

@@ -1,0 +1,610 @@
+"""DTensor random ops on the live generator.
+
+This file is a drop-in replacement for ``torch/distributed/tensor/_random.py`` of torch 2.11 to 2.15: it imports torch
+only, keeps the names that torch and its users import, and works both inside this package and copied over torch's file.
+
+A random op on a DTensor runs inside a *region*, a context manager around the local op:
+
+- On a Philox device (CUDA and its kin) the region reads the generator's offset, moves it to the shard's place, and on
+  exit moves it to one place that is the same on every rank. No state tensor is read or written.
+- On the CPU, where the mt19937 engine has no offset to shift, the region draws one 64-bit key from the generator, and
+  the local op runs on a state that is a strong mix of (key, shard index).
+
+Nothing is forked, cached, broadcast or gathered. If the local op raises, the generator is where it was before the call.
+"""
+
+import contextlib
+import functools
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed._functional_collectives import _are_we_tracing
+from torch.distributed._local_tensor import enabled_local_tensor_mode, maybe_run_for_local_tensor
+from torch.distributed.device_mesh import DeviceMesh, _get_device_handle
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+__all__ = [
+    "is_rng_supported_mesh",
+    "manual_seed",
+    "OffsetBasedRNGTracker",
+]
+
+_rng_tracker: "_RNGStateTracker | None" = None
+
+
+def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
+    """Whether DTensor's random ops are supported on the devices of ``device_mesh``.
+
+    True for CPU meshes and for devices whose generators can be read and set (CUDA and its kin). Does not communicate.
+
+    Args:
+        device_mesh (:class:`DeviceMesh`): the mesh whose device type is looked at.
+    """
+    if device_mesh.device_type == "cpu" or hasattr(_get_device_handle(device_mesh.device_type), "set_rng_state"):
+        return True
+    warnings.warn(
+        f"DTensor random operators may not have complete support on {device_mesh.device_type} device mesh",
+        stacklevel=2,
+    )
+    return False
+
+
+def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
+    """Seeds the calling rank's default generators, as :func:`torch.manual_seed` does. Does not communicate.
+
+    DTensor keeps no generator state of its own, so this is :func:`torch.manual_seed` with a check that the calling rank
+    is part of ``device_mesh``. Every rank that shares a DTensor has to pass the same seed.
+
+    Args:
+        seed (int): the desired seed.
+        device_mesh (:class:`DeviceMesh`): a mesh that the calling rank is part of; any device type.
+
+    Raises:
+        RuntimeError: the calling rank is not part of ``device_mesh``.
+    """
+    if not is_rng_supported_mesh(device_mesh):
+        return
+    if device_mesh.get_coordinate() is None:
+        raise RuntimeError(
+            "manual_seed requires the current rank to be a part of the device mesh "
+            "otherwise DTensor RNG state on the rank will not be initialized and "
+            "the behavior of DTensor random ops is undefined."
+        )
+    global _rng_tracker
+    if _rng_tracker is None:
+        _rng_tracker = OffsetBasedRNGTracker(device_mesh)
+    torch.manual_seed(seed)
+
+
+class _PhiloxState:
+    """Reads and writes (seed: uint64, offset: int64) in a Philox generator's 16-byte state tensor, a CPU uint8 tensor.
+
+    Kept for torch's own callers (``run_dtensor_rng_op``, LocalTensorMode); the region itself needs no state tensor.
+    """
+
+    def __init__(self, state: torch.Tensor):
+        self._state = state.to("cpu")
+
+    @property
+    def state(self) -> torch.Tensor:
+        return self._state
+
+    @property
+    def offset(self) -> torch.Tensor:
+        return self._state[8:].view(dtype=torch.int64)
+
+    @offset.setter
+    def offset(self, offset: torch.Tensor) -> None:
+        if offset.numel() != 1:
+            raise AssertionError
+        self._state[8:] = offset.view(torch.uint8)
+
+    @property
+    def seed(self) -> torch.Tensor:
+        return self._state[:8].view(dtype=torch.uint64)
+
+    @seed.setter
+    def seed(self, seed: torch.Tensor) -> None:
+        if seed.numel() != 1:
+            raise AssertionError
+        self._state[:8] = seed.view(torch.uint8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where a shard draws: plain functions of shapes, placements and coordinates.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _ShardPlan(NamedTuple):
+    """Where one rank's shard of a DTensor draws.
+
+    ``index`` of ``num_shards`` counts the distinct shards, row-major; ``start`` and ``end`` are Philox offsets relative
+    to the generator's, both multiples of 4: where this shard begins, and where every rank ends.
+    """
+
+    index: Any
+    num_shards: int
+    start: Any
+    end: Any
+
+
+class _ShardLayout(NamedTuple):
+    """Where all shards of a DTensor draw; the same on every rank.
+
+    A shard's index is the sum of its mesh coordinate times ``weights``, one a mesh dim, 0 where it does not shard.
+    ``step`` is the Philox offset span of a shard, ``end`` that of all.
+    """
+
+    weights: tuple[int, ...]
+    num_shards: int
+    step: Any
+    end: Any
+
+    def plan(self, mesh_coordinate: Sequence[Any]) -> _ShardPlan:
+        index: Any = 0
+        for weight, coordinate in zip(self.weights, mesh_coordinate):
+            if weight:
+                index = index + coordinate * weight
+        return _ShardPlan(index, self.num_shards, _round_up_to_4(index * self.step), self.end)
+
+
+def _round_up_to_4(value: Any) -> Any:
+    # A Philox generator takes only multiples of 4 as its offset (torch: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp).
+    return (value + 3) // 4 * 4
+
+
+def _philox_consumption(numel: Any) -> Any:
+    """An upper bound of the Philox offset span that a stock CUDA kernel touches to draw ``numel`` values; at most
+    ``numel`` when that is 4 or more.
+
+    A launch has at least 256 threads, and each advances 4 per curand call, which yields 4 values, or 2 of 64 bits
+    (calc_execution_policy in ATen/native/cuda/DistributionTemplates.h). The dropout that loads 8 or 16 values at once
+    makes two or four calls a step, whatever the generator's own advance says (ATen/native/cuda/Dropout.cu). A tensor
+    past 2**31 bytes is drawn in halves, and every level of halving reserves its own share. 16 per 128 covers all.
+    """
+    if numel == 0:
+        return 0
+    if numel < 16:
+        return 4 if numel < 8 else 8
+    return (numel + 127) // 128 * 16
+
+
+def _calc_first_shard_size(spec: DTensorSpec) -> list[int]:
+    """The sizes that torch takes for the largest shard. Where a tensor dim is sharded repeatedly, torch divides it by
+    the last mesh dim only, so this can be larger than the first shard, never smaller."""
+    return _first_shard_size(tuple(spec.shape), tuple(spec.placements), tuple(spec.mesh.shape))
+
+
+def _first_shard_size(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
+) -> list[int]:
+    size = list(shape)
+    for mesh_dim_size, placement in zip(mesh_shape, placements):
+        if isinstance(placement, Shard | _StridedShard):
+            size[placement.dim], _ = placement._local_shard_size_and_offset(shape[placement.dim], mesh_dim_size, 0)
+    return size
+
+
+def _sharding_mesh_dims(ndim: int, placements: Sequence[Placement]) -> list[list[int]]:
+    """For each tensor dim, the mesh dims that shard it, in mesh order."""
+    mesh_dims: list[list[int]] = [[] for _ in range(ndim)]
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard | _StridedShard):
+            mesh_dims[placement.dim].append(mesh_dim)
+    return mesh_dims
+
+
+def _calc_shard_info(mesh_coordinate: Sequence[Any], spec: DTensorSpec) -> tuple[list[Any], list[Any]]:
+    """The shard's index, and the number of shards, along each tensor dim. Replicas of a shard get the same index."""
+    coordinate, size = [], []
+    for mesh_dims in _sharding_mesh_dims(spec.ndim, spec.placements):
+        index: Any = 0
+        total: Any = 1
+        for mesh_dim in mesh_dims:
+            index = index * spec.mesh.shape[mesh_dim] + mesh_coordinate[mesh_dim]
+            total *= spec.mesh.shape[mesh_dim]
+        coordinate.append(index)
+        size.append(total)
+    return coordinate, size
+
+
+def _calc_shard_linear_idx(shard_coord: Sequence[Any], shard_size: Sequence[Any]) -> Any:
+    """The row-major index of a shard among all shards."""
+    index: Any = 0
+    for coordinate, size in zip(shard_coord, shard_size):
+        index = index * size + coordinate
+    return index
+
+
+def _last_nonempty_shard(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
+) -> tuple[list[int], int]:
+    """The mesh coordinate of the last shard that holds anything, and how many elements it holds.
+
+    Sizes fall along every mesh dim, and within one index the first piece is the largest: a search by halves in each
+    mesh dim in turn finds it in a few steps on a mesh of any size.
+    """
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    def numel(coordinate: list[int]) -> int:
+        local, _ = _compute_local_shape_and_global_offset(shape, mesh_shape, coordinate, placements, skip_offset=True)
+        return math.prod(local)
+
+    coordinate = [0] * len(mesh_shape)
+    for mesh_dims in _sharding_mesh_dims(len(shape), placements):
+        for mesh_dim in mesh_dims:
+            low, high = 0, mesh_shape[mesh_dim] - 1
+            while low < high:
+                middle = (low + high + 1) // 2
+                coordinate[mesh_dim] = middle
+                low, high = (middle, high) if numel(coordinate) else (low, middle - 1)
+            coordinate[mesh_dim] = low
+    return coordinate, numel(coordinate)
+
+
+def _calc_layout(
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    mesh_shape: tuple[int, ...],
+    values_per_element: int = 1,
+) -> _ShardLayout:
+    """Places the shards in the Philox stream.
+
+    Shard ``i`` starts at ``i * step``, and every rank ends at ``numel``, both rounded up to a multiple of 4, where
+    ``step`` is the size of the first shard: the places of torch's own tracker. Those let shards of fewer than 4
+    elements share a place, and where the pieces are not all of one size, or a dim is sharded repeatedly, they let the
+    last shards run past the end, into the next op's numbers. So ``step`` is at least what a shard can consume, and the
+    end at least where the last shard that holds anything ends.
+
+    Args:
+        values_per_element: how many real values an element takes (2 for complex dtypes).
+    """
+    weights = [0] * len(placements)
+    num_shards = 1
+    for mesh_dims in reversed(_sharding_mesh_dims(len(shape), placements)):
+        for mesh_dim in reversed(mesh_dims):
+            weights[mesh_dim] = num_shards
+            num_shards *= mesh_shape[mesh_dim]
+
+    first = math.prod(_first_shard_size(shape, placements, mesh_shape))
+    step = max(first, _philox_consumption(first * values_per_element), 4)
+    layout = _ShardLayout(tuple(weights), num_shards, step, 0)
+    coordinate, numel = _last_nonempty_shard(shape, placements, mesh_shape)
+    last_end = layout.plan(coordinate).start + _philox_consumption(numel * values_per_element)
+    return layout._replace(end=max(_round_up_to_4(math.prod(shape)), last_end))
+
+
+_cached_layout = functools.lru_cache(maxsize=4096)(_calc_layout)
+
+
+def _layout_for(spec: DTensorSpec) -> _ShardLayout:
+    """The layout of a spec; ``spec.mesh`` gives only its shape, so that one entry serves every rank."""
+    dtype = spec.tensor_meta.dtype if spec.tensor_meta is not None else None
+    values_per_element = 2 if dtype is not None and dtype.is_complex else 1
+    key = (tuple(spec.shape), tuple(spec.placements), tuple(spec.mesh.shape), values_per_element)
+    if all(type(size) is int for size in key[0]):
+        return _cached_layout(*key)
+    return _calc_layout(*key)  # symbolic sizes, while tracing, cannot be hashed
+
+
+def _plan_for(spec: DTensorSpec) -> _ShardPlan:
+    """The plan of a spec on the calling rank, which is part of its mesh."""
+    return _layout_for(spec).plan([spec.mesh._sym_get_coordinate(i) for i in range(spec.mesh.ndim)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CPU: a key, a shard index, and a strong mix of the two into a whole mt19937 state.
+# ---------------------------------------------------------------------------------------------------------------------
+
+_UINT64 = (1 << 64) - 1
+# splitmix64: G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+def _splitmix64(value: int) -> int:
+    """The 64-bit finaliser of splitmix64, a bijection of [0, 2**64)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _UINT64
+    return value ^ (value >> 31)
+
+
+def _int64(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+# mt19937 has 624 words (ATen/core/MT19937RNGEngine.h); in the state tensor they are the low halves of 624 64-bit fields
+# after 24 bytes of seed and position (CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp).
+_MT19937_WORDS = 624
+_MT19937_BYTES = slice(24, 24 + 8 * _MT19937_WORDS)
+
+
+class _Mt19937(threading.local):
+    """One thread's buffers for drawing a key from a CPU generator and for a state mixed from (key, shard index).
+
+    ``manual_seed`` is no way to such a state: it takes a 64-bit seed and keeps 32 bits of it (``init_with_uint32``),
+    so of some 77,000 streams two would be equal. Here all 64 bits go in: word ``j`` is the upper half of
+    ``a_j + z * b_j`` modulo 2**64, with ``z`` the mixed key and fixed odd-looking 64-bit ``a_j`` and ``b_j``
+    (multiply-shift hashing, M. Dietzfelbinger, "Universal hashing and k-wise independent random variables via integer
+    arithmetic without primes", STACS 1996). No two shards of an op share a ``z``.
+    """
+
+    def __init__(self) -> None:
+        words = [_int64(_splitmix64(i * _GOLDEN_GAMMA & _UINT64)) for i in range(1, 2 * _MT19937_WORDS + 1)]
+        self.addend = torch.tensor(words[:_MT19937_WORDS], dtype=torch.int64, device="cpu")
+        self.factor = torch.tensor(words[_MT19937_WORDS:], dtype=torch.int64, device="cpu")
+        self.hashed = torch.empty_like(self.addend)
+        self.half = torch.tensor(32, dtype=torch.int64, device="cpu")
+        self.key = torch.empty((), dtype=torch.int64, device="cpu")
+        self.generator = torch.Generator()
+        # A seeded generator's state, so that the next draw starts at word 0 of what is written into its words.
+        self.state = self.generator.manual_seed(0).get_state()
+        self.words = self.state[_MT19937_BYTES].view(torch.int64)
+
+    def draw_key(self, generator: torch.Generator) -> int:
+        """Draws 64 bits from ``generator``, in [-2**63, 2**63)."""
+        return self.key.random_(-(1 << 63), None, generator=generator).item()  # type: ignore[return-value]
+
+    def mixed_state(self, key: int, shard_index: int) -> torch.Tensor:
+        """A whole state from (key, shard index), in this thread's buffer: copy or use it before the next call."""
+        z = _int64(_splitmix64((key + shard_index * _GOLDEN_GAMMA) & _UINT64))
+        torch.add(self.addend, self.factor, alpha=z, out=self.hashed)
+        torch.bitwise_right_shift(self.hashed, self.half, out=self.words)
+        return self.state
+
+
+_mt19937: _Mt19937 | None = None
+
+
+def _get_mt19937() -> _Mt19937:
+    # Made at the first draw, not at import: the buffers are real tensors, and an import may run under a fake mode.
+    global _mt19937
+    if _mt19937 is None:
+        _mt19937 = _Mt19937()
+    return _mt19937
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Regions: context managers around a local op that draws from the device's default generator.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    """The live default generator of ``device``."""
+    if device.type == "cpu":
+        return torch.default_generator
+    handle = _get_device_handle(device.type)
+    if not hasattr(handle, "default_generators"):
+        raise RuntimeError(
+            f"DTensor random ops need the live default generator of the device, "
+            f"and torch.{device.type} has no default_generators."
+        )
+    if not handle.default_generators:
+        handle.init()
+    return handle.default_generators[handle.current_device() if device.index is None else device.index]
+
+
+def _check_generator(generator: torch.Generator, device: torch.device) -> None:
+    if generator.device.type != device.type:
+        raise RuntimeError(
+            f"Expected a '{device.type}' device type for generator but found '{generator.device.type}': "
+            f"the local tensor of the DTensor is on {device}, the generator on {generator.device}."
+        )
+
+
+@contextlib.contextmanager
+def _lend(generator: torch.Generator, default: torch.Generator) -> Iterator[None]:
+    """Lets the default slot draw from, and advance, ``generator``."""
+    if generator is default:
+        yield
+    elif default.device.type == "cpu":
+        own = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            yield
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(own)
+    else:
+        own = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)  # type: ignore[arg-type]  # shares the state, copies nothing
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(own)
+
+
+@contextlib.contextmanager
+def _philox_region(plan: _ShardPlan, generator: torch.Generator, default: torch.Generator) -> Iterator[None]:
+    base = generator.get_offset()
+    try:
+        generator.set_offset(base + plan.start)
+        with _lend(generator, default):
+            yield
+        generator.set_offset(base + plan.end)
+    except BaseException:
+        generator.set_offset(base)
+        raise
+
+
+@contextlib.contextmanager
+def _mt19937_region(plan: _ShardPlan, generator: torch.Generator, default: torch.Generator) -> Iterator[None]:
+    before = generator.get_state()
+    try:
+        if plan.num_shards == 1:
+            with _lend(generator, default):
+                yield
+        else:
+            mt19937 = _get_mt19937()
+            key = mt19937.draw_key(generator)
+            after = default.get_state()
+            default.set_state(mt19937.mixed_state(key, plan.index))
+            try:
+                yield
+            finally:
+                default.set_state(after)
+    except BaseException:
+        generator.set_state(before)
+        raise
+
+
+def _live_region(
+    plan: _ShardPlan, generator: torch.Generator, default: torch.Generator
+) -> contextlib.AbstractContextManager[None]:
+    region = _mt19937_region if default.device.type == "cpu" else _philox_region
+    return region(plan, generator, default)
+
+
+@contextlib.contextmanager
+def _local_tensor_region(
+    mode: Any, spec: DTensorSpec, generator: torch.Generator | None, device: torch.device
+) -> Iterator[None]:
+    """The region under LocalTensorMode, which runs an op once a simulated rank and keeps a state for each of them."""
+    from torch.distributed import _local_tensor
+
+    coordinate = spec.mesh.get_coordinate()
+    states: dict[int, Any] = mode._per_rank_rng_states
+    before = dict(states)
+    with mode.disable():
+        default = _default_generator(device)
+        ours = _local_tensor._get_rng_state()
+        regions: dict[int, contextlib.ExitStack] = {}
+        given = None if generator is None else generator.get_state()
+        try:
+            for rank in sorted(mode.ranks):
+                at = [_local_tensor._map_to_rank_local_val(index, rank) for index in coordinate]
+                _local_tensor._set_rng_state(*states[rank])
+                if given is not None:
+                    default.set_state(given)
+                regions[rank] = contextlib.ExitStack()
+                regions[rank].enter_context(_live_region(_layout_for(spec).plan(at), default, default))
+                states[rank] = _local_tensor._get_rng_state()
+        finally:
+            _local_tensor._set_rng_state(*ours)
+    try:
+        yield
+        with mode.disable():
+            for rank, region in regions.items():
+                _local_tensor._set_rng_state(*states[rank])
+                region.close()
+                if generator is None:
+                    states[rank] = _local_tensor._get_rng_state()
+                else:
+                    states[rank] = before[rank]
+                    given = default.get_state()
+            if generator is not None:
+                generator.set_state(given)  # type: ignore[arg-type]
+    except BaseException:
+        states.update(before)
+        raise
+    finally:
+        with mode.disable():
+            _local_tensor._set_rng_state(*ours)
+
+
+class _RNGStateTracker:
+    """What torch's dispatcher asks for the region of a random op, and the switch that turns regions off."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._device_handle = _get_device_handle(device.type)
+        if not (self._device_handle and self._device_handle.is_available()):
+            raise RuntimeError(
+                f"{self.__class__.__name__} instantiation requires the presence of "
+                f"{device.type} device but couldn't find."
+            )
+        self._use_distribute_region = True
+
+    @property
+    def distribute_region_enabled(self) -> bool:
+        return self._use_distribute_region
+
+    @distribute_region_enabled.setter
+    def distribute_region_enabled(self, value: bool) -> None:
+        self._use_distribute_region = value
+
+    def _distribute_region(
+        self, spec: DTensorSpec, generator: torch.Generator | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def _manual_seed(self, parallel_seed: int) -> None:
+        torch.manual_seed(parallel_seed)
+
+
+class OffsetBasedRNGTracker(_RNGStateTracker):
+    """The tracker: it holds no generator state, only the places that the shards of a DTensor draw from.
+
+    Args:
+        device_mesh (:class:`DeviceMesh`): a mesh that the calling rank is part of.
+        run_state_sync (bool): accepted for compatibility; making a tracker never communicates.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, run_state_sync: bool = True):
+        super().__init__(_resolve_device(device_mesh))
+
+    def _distribute_region(
+        self, spec: DTensorSpec, generator: torch.Generator | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """The region of a random op whose output is laid out as ``spec`` and which draws from the default slot of the
+        mesh's device. Does not communicate.
+
+        Args:
+            generator: the generator to read and advance instead of the default one, lent to the default slot.
+
+        Raises:
+            RuntimeError: ``generator`` is of another device type than the mesh.
+        """
+        device = torch.device(spec.mesh.device_type)
+        if generator is not None:
+            _check_generator(generator, device)
+        if not self.distribute_region_enabled:
+            return contextlib.nullcontext() if generator is None else _lend(generator, _default_generator(device))
+        if (mode := enabled_local_tensor_mode()) is not None and mode._per_rank_rng_states:
+            return _local_tensor_region(mode, spec, generator, device)
+        plan = _plan_for(spec)
+        if _are_we_tracing():
+            if plan.num_shards > 1 or generator is not None:
+                raise RuntimeError(
+                    f"A random op on a sharded DTensor of a {device.type} mesh cannot be traced by way of its region, "
+                    "which moves a live generator: install torch_dtensor_rng, or run the op in eager mode."
+                )
+            return contextlib.nullcontext()
+        default = _default_generator(device)
+        return _live_region(plan, default if generator is None else generator, default)
+
+    def _set_pre_op_offset(self, state: _PhiloxState, spec: DTensorSpec) -> None:
+        """Moves ``state`` to the place where this rank's shard starts."""
+        state.offset = state.offset + self._compute_rng_offsets(spec)[0]
+
+    def _set_post_op_offset(self, state: _PhiloxState, spec: DTensorSpec, old_offset: torch.Tensor) -> None:
+        """Moves ``state`` to where every rank ends after an op that began at ``old_offset``."""
+        state.offset = old_offset + self._compute_rng_offsets(spec)[1]
+
+    def _compute_rng_offsets(self, spec: DTensorSpec) -> tuple[int, int]:
+        """(start, end): Philox offsets relative to the generator's, both multiples of 4; a function of shapes,
+        placements and the rank's coordinate alone."""
+        plan = _plan_for(spec)
+        return plan.start, plan.end
+
+    def _calc_shard_linear_idx(self, shard_coord: Sequence[Any], shard_size: Sequence[Any]) -> Any:
+        return _calc_shard_linear_idx(shard_coord, shard_size)
+
+
+def _resolve_device(device_mesh: DeviceMesh) -> torch.device:
+    device_type = device_mesh.device_type
+    if device_type == "cpu":
+        return torch.device("cpu")
+    device_handle = _get_device_handle(device_type)
+    if device_handle is None:
+        raise AssertionError
+    device_idx = device_mesh.get_rank() % device_handle.device_count()
+
+    get_device: Callable[[Any], torch.device] = maybe_run_for_local_tensor(
+        lambda index: torch.device(f"{device_type}:{index:d}")
+    )
+    return get_device(device_idx)

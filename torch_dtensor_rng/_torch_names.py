@@ -1,0 +1,63 @@
+"""The private torch names that the package stands on, in one place, checked when it is imported."""
+
+import importlib
+
+import torch
+
+SUPPORTED = "2.11 to 2.15"
+
+# "module:attribute.attribute", each looked up once.
+PRIVATE_NAMES = (
+    "torch._C:_get_dispatch_mode",
+    "torch._C:_len_torch_dispatch_stack",
+    "torch.distributed._functional_collectives:AsyncCollectiveTensor",
+    "torch.distributed._functional_collectives:_are_we_tracing",
+    "torch.distributed._local_tensor:LocalTensor",
+    "torch.distributed._local_tensor:LocalTensorMode.disable",
+    "torch.distributed._local_tensor:_get_rng_state",
+    "torch.distributed._local_tensor:_map_to_rank_local_val",
+    "torch.distributed._local_tensor:_set_rng_state",
+    "torch.distributed._local_tensor:enabled_local_tensor_mode",
+    "torch.distributed._local_tensor:maybe_run_for_local_tensor",
+    "torch.distributed.device_mesh:DeviceMesh._sym_get_coordinate",
+    "torch.distributed.device_mesh:_get_device_handle",
+    "torch.distributed.distributed_c10d:_resolve_process_group",
+    "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
+    "torch.distributed.tensor._api:rand",
+    "torch.distributed.tensor._api:randn",
+    "torch.distributed.tensor._dispatch:is_rng_supported_mesh",
+    "torch.distributed.tensor._dtensor_spec:DTensorSpec",
+    "torch.distributed.tensor._dtensor_spec:TensorMeta",
+    "torch.distributed.tensor._random:OffsetBasedRNGTracker",
+    "torch.distributed.tensor._random:_rng_tracker",
+    "torch.distributed.tensor._random:is_rng_supported_mesh",
+    "torch.distributed.tensor._random:manual_seed",
+    "torch.distributed.tensor._redistribute:redistribute_local_tensor",
+    "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
+    "torch.distributed.tensor.placement_types:_StridedShard",
+    "torch.nn.init:_no_grad_trunc_normal_",
+)
+
+
+def missing(names: tuple[str, ...] = PRIVATE_NAMES) -> list[str]:
+    """The names of ``names`` that the running torch does not have."""
+    return [name for name in names if not _exists(name)]
+
+
+def _exists(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        value = importlib.import_module(module)
+        for attribute in path.split("."):
+            value = getattr(value, attribute)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def check() -> None:
+    """Raises ImportError, naming torch's version and what moved, unless every private name is there."""
+    if absent := missing():
+        raise ImportError(
+            f"torch_dtensor_rng supports torch {SUPPORTED}; torch {torch.__version__} has no {', '.join(absent)}."
+        )
