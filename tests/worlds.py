@@ -84,3 +84,15 @@ def gloo(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     for rank, _, error in answers:
         assert error is None, f"rank {rank}:\n{error}"
     return [answer for _, answer, _ in sorted(answers, key=lambda one: one[0])]
+
+
+def default_generator(device: str) -> torch.Generator:
+    if device == "cpu":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def in_tree() -> bool:
+    """Whether ``_random.py`` stands in torch's own place, with nothing installed."""
+    return os.environ.get("TDR_IN_TREE") == "1"

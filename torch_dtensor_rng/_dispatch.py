@@ -153,8 +153,8 @@ def _output_specs(
 ) -> tuple[DTensorSpec, ...]:
     """The specs of the op's outputs: the input's placements, and the sizes, strides and dtypes that the op gives to
     a tensor of the global sizes. While tracing there is no cache, as symbolic sizes cannot be hashed."""
-    options = {name: value for name, value in kwargs.items() if name not in ("generator", "device")}
-    key = None if cache is None else (row.overload, args, *options.items())
+    options = {name: value for name, value in kwargs.items() if name not in ("generator", "device")} if kwargs else {}
+    key = (row.overload, args, *options.items()) if options else (row.overload, args)
     if cache is not None and (specs := cache.get(key)) is not None:
         return specs
     meta = spec.tensor_meta

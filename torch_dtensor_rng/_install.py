@@ -12,7 +12,7 @@ import torch.distributed.tensor._dispatch as torch_dispatch
 import torch.distributed.tensor._random as torch_random
 from torch.distributed.tensor import DTensor
 
-from . import _dispatch, _factories, _random, _trunc_normal
+from . import _dispatch, _factories, _random, _traced, _trunc_normal
 
 POLICIES = ("offset",)
 _MISSING = object()
@@ -53,7 +53,7 @@ class Installation:
             self._set(module, "rand", _factories.rand)
             self._set(module, "randn", _factories.randn)
         # Graphs that were compiled without this installation must not be served under it, nor the other way round.
-        tag = f"{torch.compiler.config.cache_key_tag}torch_dtensor_rng:{self.policy};"
+        tag = f"{torch.compiler.config.cache_key_tag}torch_dtensor_rng:{self.policy}:{_traced.GRAPH_FORMAT};"
         self._set(torch.compiler.config, "cache_key_tag", tag)
         init = torch.nn.init
         self._set(init, "_no_grad_trunc_normal_", _trunc_normal.wrap(init._no_grad_trunc_normal_))

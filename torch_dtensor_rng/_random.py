@@ -334,27 +334,37 @@ class _Mt19937(threading.local):
     """
 
     def __init__(self) -> None:
-        words = [_int64(_splitmix64(i * _GOLDEN_GAMMA & _UINT64)) for i in range(1, 2 * _MT19937_WORDS + 1)]
-        self.addend = torch.tensor(words[:_MT19937_WORDS], dtype=torch.int64, device="cpu")
-        self.factor = torch.tensor(words[_MT19937_WORDS:], dtype=torch.int64, device="cpu")
-        self.hashed = torch.empty_like(self.addend)
-        self.half = torch.tensor(32, dtype=torch.int64, device="cpu")
+        constants = [_int64(_splitmix64(i * _GOLDEN_GAMMA & _UINT64)) for i in range(1, 2 * _MT19937_WORDS + 1)]
+        self.addend = _as_array(torch.tensor(constants[:_MT19937_WORDS], device="cpu"))
+        self.factor = _as_array(torch.tensor(constants[_MT19937_WORDS:], device="cpu"))
         self.key = torch.empty((), dtype=torch.int64, device="cpu")
+        self.key_array = _as_array(self.key)
         self.generator = torch.Generator()
         # A seeded generator's state, so that the next draw starts at word 0 of what is written into its words.
         self.state = self.generator.manual_seed(0).get_state()
-        self.words = self.state[_MT19937_BYTES].view(torch.int64)
+        self.words = _as_array(self.state[_MT19937_BYTES].view(torch.int64))
 
     def draw_key(self, generator: torch.Generator) -> int:
         """Draws 64 bits from ``generator``, in [-2**63, 2**63)."""
-        return self.key.random_(-(1 << 63), None, generator=generator).item()  # type: ignore[return-value]
+        self.key.random_(-(1 << 63), None, generator=generator)
+        return self.key_array.item()
 
     def mixed_state(self, key: int, shard_index: int) -> torch.Tensor:
         """A whole state from (key, shard index), in this thread's buffer: copy or use it before the next call."""
         z = _int64(_splitmix64((key + shard_index * _GOLDEN_GAMMA) & _UINT64))
-        torch.add(self.addend, self.factor, alpha=z, out=self.hashed)
-        torch.bitwise_right_shift(self.hashed, self.half, out=self.words)
+        hashed = self.factor * z
+        hashed += self.addend
+        hashed >>= 32
+        self.words[:] = hashed
         return self.state
+
+
+def _as_array(tensor: torch.Tensor) -> Any:
+    # On a few hundred words numpy's operators cost half of torch's; a torch without numpy takes its own.
+    try:
+        return tensor.numpy()
+    except RuntimeError:
+        return tensor
 
 
 _mt19937: _Mt19937 | None = None

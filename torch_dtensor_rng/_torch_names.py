@@ -12,6 +12,7 @@ PRIVATE_NAMES = (
     "torch._C:_len_torch_dispatch_stack",
     "torch.distributed._functional_collectives:AsyncCollectiveTensor",
     "torch.distributed._functional_collectives:_are_we_tracing",
+    "torch.distributed._functional_collectives:all_reduce",
     "torch.distributed._local_tensor:LocalTensor",
     "torch.distributed._local_tensor:LocalTensorMode.disable",
     "torch.distributed._local_tensor:_get_rng_state",
@@ -21,7 +22,6 @@ PRIVATE_NAMES = (
     "torch.distributed._local_tensor:maybe_run_for_local_tensor",
     "torch.distributed.device_mesh:DeviceMesh._sym_get_coordinate",
     "torch.distributed.device_mesh:_get_device_handle",
-    "torch.distributed.distributed_c10d:_resolve_process_group",
     "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
     "torch.distributed.tensor._api:rand",
     "torch.distributed.tensor._api:randn",
@@ -35,6 +35,7 @@ PRIVATE_NAMES = (
     "torch.distributed.tensor._redistribute:redistribute_local_tensor",
     "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
     "torch.distributed.tensor.placement_types:_StridedShard",
+    "torch.utils._python_dispatch:_disable_current_modes",
     "torch.nn.init:_no_grad_trunc_normal_",
 )
 

@@ -2,24 +2,28 @@
 the moves of the generator around it.
 
 The custom op takes the arguments of the aten op and the layout of the shards, and does when it runs what eager mode
-does. Which shard is its own it asks the process groups of the mesh dims then: torch's compile caches hand one rank's
-graph to another (PyTorch issue 185520), so no rank's coordinate may be in it.
+does. Which shard is its own it works out then, from its rank: torch's compile caches hand one rank's graph to another
+(PyTorch issue 185520), so no rank's coordinate may be in it.
 """
 
+import functools
+import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _random
 from ._draw import draw
 from ._ops import TABLE, RandomOp
 
 NAMESPACE = "torch_dtensor_rng"
-_LAYOUT = "str[] groups, int[] weights, int num_shards, SymInt step, SymInt end"
+_LAYOUT = "int[] ranks, int[] strides, int[] sizes, int[] weights, int num_shards, SymInt step, SymInt end"
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -41,14 +45,16 @@ def _define(row: RandomOp) -> None:
     def run(
         local: torch.Tensor,
         *args: Any,
-        groups: list[str],
+        ranks: list[int],
+        strides: list[int],
+        sizes: list[int],
         weights: list[int],
         num_shards: int,
         step: int,
         end: int,
         **kwargs: Any,
     ) -> Any:
-        coordinate = [dist.get_rank(_resolve_process_group(group)) for group in groups]
+        coordinate = _coordinate(dist.get_rank(), ranks, strides, sizes)
         plan = _random._ShardLayout(tuple(weights), num_shards, step, end).plan(coordinate)
         out = draw(row, plan, local, args, kwargs)
         return None if row.in_place else out
@@ -56,7 +62,9 @@ def _define(row: RandomOp) -> None:
     def fake(
         local: torch.Tensor,
         *args: Any,
-        groups: list[str],
+        ranks: list[int],
+        strides: list[int],
+        sizes: list[int],
         weights: list[int],
         num_shards: int,
         step: int,
@@ -74,17 +82,44 @@ def _define(row: RandomOp) -> None:
 for _row in TABLE:
     _define(_row)
 
+# Part of the key of torch's compile caches: a cached graph calls these ops, with places worked out by this version.
+GRAPH_FORMAT = "1:" + hashlib.sha256("\n".join(map(_schema, TABLE)).encode()).hexdigest()[:16]
+
+
+def _coordinate(rank: int, ranks: Sequence[int], strides: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The mesh coordinate of ``rank``: of itself on a regular mesh, else of its position in ``ranks``."""
+    position = ranks.index(rank) if ranks else rank
+    return [position // stride % size for stride, size in zip(strides, sizes)]
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh_geometry(mesh: DeviceMesh, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(ranks, strides): how any rank finds its coordinate. On a regular mesh, one dim of which is a stride in the
+    global ranks, ``ranks`` is empty and ``strides`` are the same on every rank, sub-meshes included."""
+    with _disable_current_modes():
+        table = mesh.mesh
+        origin = int(table.flatten()[0])
+        strides = tuple(int(table.select(dim, min(1, size - 1)).flatten()[0]) - origin or 1 for dim, size in enumerate(table.shape))
+        indices = torch.meshgrid(*map(torch.arange, table.shape), indexing="ij")
+        if all(
+            torch.equal(table // stride % size, index) for stride, size, index in zip(strides, table.shape, indices)
+        ):
+            return (), strides
+        return tuple(table.flatten().tolist()), torch.empty(table.shape).stride()
+
 
 def call(row: RandomOp, spec: DTensorSpec, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Records ``row`` on a traced local tensor; the generator moves when the graph runs."""
     layout = _random._layout_for(spec)
-    sharding = [mesh_dim for mesh_dim, weight in enumerate(layout.weights) if weight]
+    ranks, strides = _mesh_geometry(spec.mesh, dist.get_rank())
     out = getattr(getattr(torch.ops, NAMESPACE), _name(row))(
         local,
         *args,
         **kwargs,
-        groups=[spec.mesh.get_group(mesh_dim).group_name for mesh_dim in sharding],
-        weights=[layout.weights[mesh_dim] for mesh_dim in sharding],
+        ranks=ranks,
+        strides=strides,
+        sizes=spec.mesh.shape,
+        weights=layout.weights,
         num_shards=layout.num_shards,
         step=layout.step,
         end=layout.end,

@@ -8,7 +8,8 @@ and every generator is out of step from there on.
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -18,10 +19,12 @@ def _any_on_any_rank(mask: DTensor) -> bool:
     mesh = mask.device_mesh
     if not mesh._is_current_rank_part_of_mesh():
         return False
-    placements = [Replicate() if placement.is_replicate() else Partial("max") for placement in mask.placements]
     # The mesh's groups reduce tensors of the mesh's device; the shards may be offloaded to another one.
     flag = local.to(device=mesh.device_type, dtype=torch.int32)
-    return bool(DTensor.from_local(flag, mesh, placements, run_check=False).full_tensor())
+    for mesh_dim, placement in enumerate(mask.placements):
+        if not placement.is_replicate():
+            flag = all_reduce(flag, "max", (mesh, mesh_dim))
+    return bool(flag)
 
 
 class _WholeTensorAny(TorchFunctionMode):

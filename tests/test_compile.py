@@ -1,0 +1,137 @@
+"""torch.compile: what works without the package works with it, with shards that differ and eager mode's numbers."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard, empty
+from worlds import as_rank, default_generator, each_rank
+
+import torch_dtensor_rng as tdr
+
+FUNCTIONS = {
+    "uniform_": lambda x: x.uniform_(-1, 1) * 2,
+    "normal_": lambda x: x.normal_() * 2,
+    "randn_like": lambda x: torch.randn_like(x) + 1,
+    "dropout": lambda x: F.dropout(x * 1.0, 0.5),
+    "native_dropout": lambda x: torch.native_dropout(x * 1.0, 0.5, True)[0],
+    "two of a kind": lambda x: torch.rand_like(x) + 10 * torch.rand_like(x),
+    "two dropouts": lambda x: F.dropout(x * 1.0, 0.5) + 10 * F.dropout(x * 1.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiled_is_eager(name, backend, device, installed):
+    fn = FUNCTIONS[name]
+
+    def on_rank(rank, mesh):
+        x = empty(16, 6, device_mesh=mesh, placements=[Shard(0), Replicate()]).fill_(1)
+        torch.manual_seed(0)
+        eager = [fn(x.clone()).to_local().clone() for _ in range(2)]
+        end = default_generator(device).get_state()
+        torch.compiler.reset()
+        compiled = torch.compile(fn, backend=backend, fullgraph=True)
+        torch.manual_seed(0)
+        drawn = [compiled(x.clone()).to_local().clone() for _ in range(2)]
+        assert all(map(torch.equal, eager, drawn))
+        assert torch.equal(end, default_generator(device).get_state())
+        return drawn[0]
+
+    drawn = each_rank((2, 2), on_rank, device)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+def test_gradients_use_the_masks_of_the_forward(device, installed):
+    mesh = as_rank(1, (4,), device)
+    x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).fill_(1).requires_grad_()
+    fn = torch.compile(lambda x: F.dropout(x, 0.5), backend="aot_eager", fullgraph=True)
+    out = fn(x)
+    out.sum().backward()
+    assert torch.equal(x.grad.to_local(), out.to_local().detach())
+
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from worlds import as_rank
+from torch.distributed.tensor import Shard, empty
+import torch_dtensor_rng as tdr
+if sys.argv[2] == "installed":
+    tdr.install()
+mesh = as_rank(int(sys.argv[1]), (2,))
+x = empty(8, 4, device_mesh=mesh, placements=[Shard(0)]).fill_(1)
+torch.manual_seed(0)
+eager = torch.randn_like(x).to_local()
+torch.manual_seed(0)
+compiled = torch.compile(lambda x: torch.randn_like(x), fullgraph=True)(x).to_local()
+print(bool(torch.equal(eager, compiled)) or sys.argv[2], eager.flatten()[0].item())
+"""
+
+
+def test_no_graph_is_served_to_another_rank_or_across_an_installation(tmp_path):
+    """One cache folder: without the package, then rank 0, then rank 1."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    script = SCRIPT.format(tests=os.path.dirname(__file__))
+    first = {}
+    for rank, how in ((0, "bare"), (0, "installed"), (1, "installed"), (1, "bare")):
+        run = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script, str(rank), how],
+            env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        equal, first[rank, how] = run.stdout.split()
+        assert equal == "True" or how == "bare"
+    assert first[0, "installed"] != first[1, "installed"]
+
+
+def test_what_was_compiled_before_is_compiled_again(device):
+    mesh = as_rank(1, (2,), device)
+    x = empty(8, 4, device_mesh=mesh, placements=[Shard(0)]).fill_(1)
+    fn = torch.compile(lambda x: torch.rand_like(x), backend="aot_eager", fullgraph=True)
+    fn(x)
+    with tdr.install():
+        torch.manual_seed(0)
+        eager = torch.rand_like(x).to_local()
+        torch.manual_seed(0)
+        assert torch.equal(fn(x).to_local(), eager)
+
+
+def test_fake_tensors_move_nothing(device, installed):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mesh = as_rank(1, (2,), device)
+    before = default_generator(device).get_state()
+    with FakeTensorMode():
+        x = empty(8, 4, device_mesh=mesh, placements=[Shard(0)])
+        assert torch.randn_like(x.uniform_()).shape == (8, 4)
+    assert torch.equal(before, default_generator(device).get_state())
+
+
+MESHES = {
+    "row-major": torch.arange(8).view(2, 2, 2),
+    "a sub-mesh": torch.arange(8).view(2, 2, 2)[1],
+    "strided": torch.arange(8).view(2, 2, 2)[:, 1],
+    "one rank": torch.tensor([5]),
+    "out of order": torch.tensor([[3, 1], [0, 2]]),
+    "with gaps": torch.tensor([1, 2, 5]),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_rank_finds_its_coordinate_in_a_graph(name):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from torch_dtensor_rng import _traced
+
+    table = MESHES[name]
+    as_rank(int(table.flatten()[0]), (8,))
+    mesh = DeviceMesh("cpu", table)
+    ranks, strides = _traced._mesh_geometry(mesh, int(table.flatten()[0]))
+    for rank in table.flatten().tolist():
+        coordinate = (table == rank).nonzero().flatten().tolist()
+        assert _traced._coordinate(rank, ranks, strides, table.shape) == coordinate
+    assert bool(ranks) == (name in ("out of order", "with gaps"))

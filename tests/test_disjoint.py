@@ -1,0 +1,225 @@
+"""Where shards draw: plain functions of shapes, meshes and placements, against torch's own and against brute force."""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.tensor._random as torch_random
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from worlds import coordinates
+
+from torch_dtensor_rng import _random
+
+
+class Sharding(NamedTuple):
+    shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Any, ...]
+
+    def local_numel(self, coordinate: tuple[int, ...]) -> int:
+        local, _ = _compute_local_shape_and_global_offset(
+            self.shape, self.mesh_shape, list(coordinate), self.placements, skip_offset=True
+        )
+        return math.prod(local)
+
+    def plans(self) -> dict[tuple[int, ...], _random._ShardPlan]:
+        layout = _random._calc_layout(self.shape, self.placements, self.mesh_shape)
+        return {coordinate: layout.plan(coordinate) for coordinate in coordinates(self.mesh_shape)}
+
+
+@st.composite
+def shardings(draw: Any, max_dim: int = 40) -> Sharding:
+    shape = tuple(draw(st.lists(st.integers(0, max_dim), min_size=1, max_size=3)))
+    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    placements: list[Any] = []
+    for mesh_dim in range(len(mesh_shape)):
+        dim = draw(st.integers(0, len(shape) - 1))
+        kind = draw(st.sampled_from(["shard", "shard", "replicate", "partial", "strided"]))
+        # FSDP2 x TP: a mesh dim shards what later mesh dims have sharded before it.
+        later = math.prod(mesh_shape[mesh_dim + 1 :])
+        placements.append(
+            Shard(dim) if kind == "shard" or (kind == "strided" and later == 1)
+            else _StridedShard(dim, split_factor=later) if kind == "strided"
+            else Replicate() if kind == "replicate"
+            else Partial()
+        )  # fmt: skip
+    return Sharding(shape, mesh_shape, tuple(placements))
+
+
+FSDP_TP = Sharding((32, 4), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+
+
+def fill_span(numel: int, values_a_call: int, multiprocessors: int) -> int:
+    """The offsets that every thread of a stock fill advances: calc_execution_policy in DistributionTemplates.h, for a
+    device of 2048 threads a multiprocessor."""
+    if numel == 0:
+        return 0
+    threads = 256 * min(multiprocessors * 8, -(-numel // 256))
+    return ((numel - 1) // (threads * values_a_call) + 1) * 4
+
+
+def dropout_span(numel: int, vector: int, multiprocessors: int) -> int:
+    """The offsets that a thread of the vectorised dropout touches: one call for every 4 of ``vector`` values a step."""
+    if numel == 0:
+        return 0
+    threads = 256 * min(multiprocessors * 8, -(-numel // 256))
+    if vector == 1 or numel % vector:
+        return fill_span(numel, 4, multiprocessors)
+    return ((numel - 1) // (threads * vector) + 1) * 4 * max(1, vector // 4)
+
+
+SPANS = [
+    *(lambda n, sms, u=u: fill_span(n, u, sms) for u in (2, 4)),
+    *(lambda n, sms, v=v: dropout_span(n, v, sms) for v in (1, 2, 4, 8, 16)),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(shardings(), st.sampled_from(SPANS), st.sampled_from([1, 8, 132]))
+@example(FSDP_TP, SPANS[1], 132)
+@example(Sharding((5,), (4,), (Shard(0),)), SPANS[0], 132)
+@example(Sharding((17, 33), (4, 4), (Shard(0), Shard(1))), SPANS[1], 132)
+def test_no_two_shards_nor_two_ops_in_a_row_meet(sharding, span, multiprocessors):
+    """Every thread of a launch is a subsequence, counted from 0, so that two draws share numbers just when their ranges
+    of offsets meet."""
+    ranges: dict[int, tuple[int, int]] = {}
+    ends = set()
+    for coordinate, plan in sharding.plans().items():
+        numel = sharding.local_numel(coordinate)
+        drawn = (plan.start, plan.start + span(numel, multiprocessors))
+        assert plan.start % 4 == 0 and plan.end % 4 == 0
+        ends.add(plan.end)
+        assert 0 <= plan.index < plan.num_shards
+        assert ranges.setdefault(plan.index, drawn) == drawn, "replicas draw the same"
+    (end,) = ends
+    nonempty = sorted(drawn for drawn in ranges.values() if drawn[0] != drawn[1])
+    for (_, stop), (start, _) in itertools.pairwise([*nonempty, (end, end)]):
+        assert stop <= start
+
+
+def torchs_places(sharding: Sharding, coordinate: tuple[int, ...]) -> tuple[int, int]:
+    """What torch's own tracker computes, by its own functions."""
+
+    class Mesh:
+        shape = sharding.mesh_shape
+
+        @staticmethod
+        def size(mesh_dim: int) -> int:
+            return sharding.mesh_shape[mesh_dim]
+
+    class Spec:
+        mesh = Mesh
+        shape, placements, ndim = torch.Size(sharding.shape), sharding.placements, len(sharding.shape)
+
+    index = torch_random._calc_shard_linear_idx(*torch_random._calc_shard_info(list(coordinate), Spec))
+    local = math.prod(torch_random._calc_first_shard_size(Spec))
+    return (index * local + 3) // 4 * 4, (math.prod(sharding.shape) + 3) // 4 * 4
+
+
+@settings(max_examples=400, deadline=None)
+@given(shardings())
+@example(FSDP_TP)
+def test_torchs_places_wherever_they_keep_shards_apart(sharding):
+    plans = sharding.plans()
+    theirs = {coordinate: torchs_places(sharding, coordinate) for coordinate in plans}
+    first_shard = math.prod(
+        _random._first_shard_size(sharding.shape, sharding.placements, sharding.mesh_shape)
+    )
+    if first_shard >= 4:
+        assert {coordinate: plan.start for coordinate, plan in plans.items()} == {
+            coordinate: start for coordinate, (start, _) in theirs.items()
+        }
+    reached = 0
+    for coordinate, (start, _) in theirs.items():
+        if numel := sharding.local_numel(coordinate):
+            reached = max(reached, start + _random._philox_consumption(numel))
+    if first_shard >= 4 or len({start for start, _ in theirs.values()}) == plans[(0,) * len(sharding.mesh_shape)].num_shards:
+        end = theirs[(0,) * len(sharding.mesh_shape)][1]
+        assert {plan.end for plan in plans.values()} == {max(end, reached)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(shardings(max_dim=9))
+@example(FSDP_TP)
+def test_the_last_shard_that_holds_anything(sharding):
+    plans = sharding.plans()
+    coordinate, numel = _random._last_nonempty_shard(sharding.shape, sharding.placements, sharding.mesh_shape)
+    nonempty = {plans[at].index: sharding.local_numel(at) for at in plans if sharding.local_numel(at)}
+    if nonempty:
+        last = max(nonempty)
+        assert (plans[tuple(coordinate)].index, numel) == (last, nonempty[last])
+    else:
+        assert numel == 0
+
+
+def test_places_cost_the_same_on_a_mesh_of_any_size():
+    """65,536 ranks, a dim that does not divide: a handful of steps, not a walk over the ranks."""
+    layout = _random._calc_layout((5_000_000, 7), (Shard(0), Shard(0)), (8192, 8))
+    assert layout.num_shards == 65536
+    assert layout.plan((8191, 7)).index == 65535
+
+
+@pytest.mark.parametrize(
+    ("sharding", "torchs_end", "our_end"),
+    [
+        # An even sharding, and uneven ones of one tensor dim: torch's end.
+        (Sharding((16, 6), (4,), (Shard(0),)), 96, 96),
+        (Sharding((10, 6), (4,), (Shard(0),)), 60, 60),
+        (Sharding((5, 8), (8,), (Shard(0),)), 40, 40),
+        # The shape of every parameter under FSDP2 x TP on one dim: torch's last shards lie past torch's end.
+        (FSDP_TP, 128, 208),
+        (Sharding((17, 33), (4, 4), (Shard(0), Shard(1))), 564, 684),
+        # Shards of one element: torch's places fall together.
+        (Sharding((5,), (5,), (Shard(0),)), 8, 20),
+    ],
+)
+def test_where_the_end_is(sharding, torchs_end, our_end):
+    at = (0,) * len(sharding.mesh_shape)
+    assert (torchs_places(sharding, at)[1], sharding.plans()[at].end) == (torchs_end, our_end)
+
+
+def test_splitmix64_known_answers():
+    """The first outputs of the generator of Steele, Lea and Flood seeded with 1234567."""
+    gamma, mask = _random._GOLDEN_GAMMA, (1 << 64) - 1
+    outputs = [_random._splitmix64((1234567 + i * gamma) & mask) for i in range(1, 6)]
+    assert outputs == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(-(1 << 63), (1 << 63) - 1), st.lists(st.integers(0, 1 << 20), min_size=2, max_size=6, unique=True))
+def test_cpu_streams_of_one_key_differ_in_every_shard(key, indices):
+    mt19937 = _random._get_mt19937()
+    streams = []
+    for index in indices:
+        generator = torch.Generator()
+        generator.set_state(mt19937.mixed_state(key, index))
+        streams.append(torch.empty(64, dtype=torch.int64).random_(generator=generator))
+    for one, other in itertools.combinations(streams, 2):
+        assert (one == other).sum() == 0
+
+
+def test_all_64_bits_of_a_key_count():
+    """``manual_seed`` would drop the upper half of it."""
+    mt19937 = _random._get_mt19937()
+    draws = set()
+    for key in [0, *(1 << bit for bit in range(63)), -(1 << 63)]:
+        generator = torch.Generator()
+        generator.set_state(mt19937.mixed_state(key, 0))
+        draws.add(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    assert len(draws) == 65
+    assert torch.equal(
+        torch.rand(4, generator=torch.Generator().manual_seed(1)),
+        torch.rand(4, generator=torch.Generator().manual_seed(1 + (1 << 32))),
+    )

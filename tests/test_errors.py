@@ -1,0 +1,154 @@
+"""Bad input: a clear error, the whole text pinned, and nothing moved."""
+
+from types import SimpleNamespace
+
+import expecttest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial, Shard, empty
+from worlds import as_rank
+
+import torch_dtensor_rng as tdr
+from torch_dtensor_rng import _dispatch, _torch_names
+
+
+class TestErrors(expecttest.TestCase):
+    def setUp(self) -> None:
+        self.mesh = as_rank(1, (4,), names=("dp",))
+        self.addCleanup(dist.destroy_process_group)
+        installation = tdr.install()
+        self.addCleanup(installation.uninstall)
+        torch.manual_seed(0)
+        self.before = torch.get_rng_state()
+
+    def check(self, error: type[BaseException], text: str, call, *args, **kwargs) -> None:
+        with self.assertRaises(error) as raised:
+            call(*args, **kwargs)
+        self.assertExpectedInline(str(raised.exception), text, skip=1)
+        self.assertTrue(torch.equal(torch.get_rng_state(), self.before))
+
+    def test_generator_of_another_device(self):
+        x = empty(16, 6, device_mesh=self.mesh, placements=[Shard(0)])
+        op = torch.ops.aten.uniform_.default
+        wrong = {"generator": SimpleNamespace(device=torch.device("cuda:1"))}  # a real one needs a CUDA build
+        text = """Expected a 'cpu' device type for generator but found 'cuda': the local tensor of the DTensor is on cpu, the generator on cuda:1."""
+        self.check(RuntimeError, text, _dispatch.HANDLERS[op], op, (x,), wrong)
+        x.uniform_()  # from here on the spec is known
+        torch.manual_seed(0)
+        self.check(RuntimeError, text, _dispatch.HANDLERS[op], op, (x,), wrong)
+
+    def test_draw_into_partial(self):
+        x = empty(16, 6, device_mesh=self.mesh, placements=[Partial()]).fill_(7)
+        self.check(
+            RuntimeError,
+            """aten.normal_.default: cannot draw in place into a DTensor with a Partial placement, found (Partial(sum),): its ranks hold terms of a reduction, not values. Redistribute it to Replicate or Shard first.""",
+            x.normal_,
+        )
+        self.assertTrue(bool((x.to_local() == 7).all()))
+
+    def test_factory_with_partial(self):
+        self.check(
+            RuntimeError,
+            """aten.uniform_.default: cannot draw in place into a DTensor with a Partial placement, found (Partial(sum),): its ranks hold terms of a reduction, not values. Redistribute it to Replicate or Shard first.""",
+            tdr.rand,
+            4,
+            device_mesh=self.mesh,
+            placements=[Partial()],
+        )
+
+    def test_unknown_policy(self):
+        self.check(ValueError, """install expects policy to be one of 'offset', found 'ofset'""", tdr.install, "ofset")
+
+    def test_unknown_mesh_dim(self):
+        self.check(
+            ValueError,
+            """manual_seed expects distinct_dims among the dims of device_mesh, found 'pp' and a device_mesh with dims ('dp',)""",
+            tdr.manual_seed,
+            3,
+            self.mesh,
+            distinct_dims=("dp", "pp"),
+        )
+        self.check(
+            ValueError,
+            """manual_seed expects distinct_dims among the dims of device_mesh, found 'pp' and no device_mesh""",
+            tdr.manual_seed,
+            3,
+            distinct_dims=("pp",),
+        )
+
+    def test_seed_out_of_range(self):
+        self.check(ValueError, """manual_seed expects seed in [0, 2**64), found -1""", tdr.manual_seed, -1)
+        self.check(
+            ValueError,
+            """manual_seed expects seed in [0, 2**64), found 18446744073709551616""",
+            tdr.manual_seed,
+            1 << 64,
+        )
+        self.check(TypeError, """'float' object cannot be interpreted as an integer""", tdr.manual_seed, 1.5)
+
+    def test_seeding_a_rank_outside_the_mesh(self):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        other = DeviceMesh("cpu", [0, 2])
+        self.check(
+            RuntimeError,
+            """manual_seed requires the current rank to be a part of the device mesh""",
+            tdr.manual_seed,
+            3,
+            other,
+        )
+
+    def test_randint_without_size(self):
+        self.check(
+            TypeError,
+            """randint(): argument 'size' must be a sequence of ints, not NoneType""",
+            tdr.randint,
+            3,
+            device_mesh=self.mesh,
+        )
+        self.check(
+            RuntimeError,
+            """random_ expects 'from' to be less than 'to', but got from=5 >= to=3""",
+            tdr.randint,
+            5,
+            3,
+            (16,),
+            device_mesh=self.mesh,
+            placements=[Shard(0)],
+        )
+
+    def test_uninstalling_what_is_not_installed(self):
+        tdr.uninstall()
+        self.check(RuntimeError, """torch_dtensor_rng is not installed""", tdr.uninstall)
+
+    def test_uninstalling_in_the_wrong_order(self):
+        outer = tdr.install()
+        inner = tdr.install()
+        self.check(
+            RuntimeError,
+            """installations are taken out in reverse order, and a later one is still in""",
+            outer.uninstall,
+        )
+        inner.uninstall()
+        outer.uninstall()
+
+    def test_a_private_name_that_moved(self):
+        absent = _torch_names.missing(("torch.distributed.tensor:DTensor._gone.away", "torch.gone:name", "torch:rand"))
+        self.assertExpectedInline(
+            str(absent), """['torch.distributed.tensor:DTensor._gone.away', 'torch.gone:name']"""
+        )
+        names = _torch_names.PRIVATE_NAMES
+        _torch_names.missing.__defaults__ = (("torch:_gone",),)
+        try:
+            with self.assertRaises(ImportError) as raised:
+                _torch_names.check()
+        finally:
+            _torch_names.missing.__defaults__ = (names,)
+        self.assertExpectedInline(
+            str(raised.exception).replace(torch.__version__, "X"),
+            """torch_dtensor_rng supports torch 2.11 to 2.15; torch X has no torch:_gone.""",
+        )
+
+
+def test_every_private_name_is_where_it_was():
+    assert _torch_names.missing() == []
