@@ -6,7 +6,8 @@ import os
 import pathlib
 import sys
 
-IN_TREE = os.environ.get("TDR_IN_TREE") == "1"
+# "1": _random.py is loaded as torch's module; "copied": it has been copied over torch's file.
+IN_TREE = os.environ.get("TDR_IN_TREE") in ("1", "copied")
 RANDOM_PY = pathlib.Path(__file__).parents[1] / "torch_dtensor_rng" / "_random.py"
 
 
@@ -17,7 +18,7 @@ class _InTorchsPlace(importlib.abc.MetaPathFinder):
         return None
 
 
-if IN_TREE:
+if os.environ.get("TDR_IN_TREE") == "1":
     sys.meta_path.insert(0, _InTorchsPlace())
 
 import pytest  # noqa: E402
