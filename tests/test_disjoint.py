@@ -125,23 +125,30 @@ def torchs_places(sharding: Sharding, coordinate: tuple[int, ...]) -> tuple[int,
 @settings(max_examples=400, deadline=None)
 @given(shardings())
 @example(FSDP_TP)
-def test_torchs_places_wherever_they_keep_shards_apart(sharding):
+def test_torchs_places_wherever_they_keep_shards_and_ops_apart(sharding):
     plans = sharding.plans()
     theirs = {coordinate: torchs_places(sharding, coordinate) for coordinate in plans}
-    first_shard = math.prod(
-        _random._first_shard_size(sharding.shape, sharding.placements, sharding.mesh_shape)
-    )
-    if first_shard >= 4:
-        assert {coordinate: plan.start for coordinate, plan in plans.items()} == {
-            coordinate: start for coordinate, (start, _) in theirs.items()
+    (their_end,) = {end for _, end in theirs.values()}
+    ranges = {
+        plans[at].index: (start, start + _random._philox_consumption(sharding.local_numel(at)))
+        for at, (start, _) in theirs.items()
+        if sharding.local_numel(at)
+    }
+    in_order = [*sorted(ranges.values()), (their_end, their_end)]
+    apart = all(stop <= start for (_, stop), (start, _) in itertools.pairwise(in_order))
+    if apart:
+        assert {at: (plan.start, plan.end) for at, plan in plans.items() if sharding.local_numel(at)} == {
+            at: place for at, place in theirs.items() if sharding.local_numel(at)
         }
-    reached = 0
-    for coordinate, (start, _) in theirs.items():
-        if numel := sharding.local_numel(coordinate):
-            reached = max(reached, start + _random._philox_consumption(numel))
-    if first_shard >= 4 or len({start for start, _ in theirs.values()}) == plans[(0,) * len(sharding.mesh_shape)].num_shards:
-        end = theirs[(0,) * len(sharding.mesh_shape)][1]
-        assert {plan.end for plan in plans.values()} == {max(end, reached)}
+
+
+@settings(max_examples=400, deadline=None)
+@given(shardings())
+@example(FSDP_TP)
+def test_the_end_is_that_of_the_global_tensor_wherever_the_pieces_are_of_one_size(sharding):
+    sizes = {sharding.local_numel(at) for at in coordinates(sharding.mesh_shape)}
+    if len(sizes) == 1 and min(sizes) >= 4:
+        assert {plan.end for plan in sharding.plans().values()} == {(math.prod(sharding.shape) + 3) // 4 * 4}
 
 
 @settings(max_examples=200, deadline=None)
@@ -172,8 +179,8 @@ def test_places_cost_the_same_on_a_mesh_of_any_size():
         (Sharding((16, 6), (4,), (Shard(0),)), 96, 96),
         (Sharding((10, 6), (4,), (Shard(0),)), 60, 60),
         (Sharding((5, 8), (8,), (Shard(0),)), 40, 40),
-        # The shape of every parameter under FSDP2 x TP on one dim: torch's last shards lie past torch's end.
-        (FSDP_TP, 128, 208),
+        # FSDP2 x TP on one dim, where torch's last shards lie past its end: the true size of a shard fits.
+        (FSDP_TP, 128, 128),
         (Sharding((17, 33), (4, 4), (Shard(0), Shard(1))), 564, 684),
         # Shards of one element: torch's places fall together.
         (Sharding((5,), (5,), (Shard(0),)), 8, 20),

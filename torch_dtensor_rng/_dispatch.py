@@ -62,6 +62,7 @@ def make_handler(row: RandomOp) -> Handler:
         spec = x._spec
         local = x._local_tensor
         known = _known.get(id(spec))
+        tracker = torch_random._rng_tracker
         if (
             known is None
             or known.tensor_meta is not spec.tensor_meta
@@ -70,7 +71,7 @@ def make_handler(row: RandomOp) -> Handler:
             or _len_torch_dispatch_stack()
             or local.is_meta
             or "device" in kwargs
-            or not _regions_enabled()
+            or (tracker is not None and not tracker._use_distribute_region)
         ):
             return _run(row, x, args[1:], kwargs)
         out = draw(row, known.plan, local, args[1:], kwargs)

@@ -20,14 +20,18 @@ def draw(
         RuntimeError: the generator is of another device type than ``local``.
     """
     generator = kwargs.get("generator")
+    if local.is_cpu:
+        if generator is None:
+            generator = torch.default_generator
+        elif generator.device.type != "cpu":
+            _random._check_generator(generator, local.device)
+        return _draw_mt19937(row, plan, local, args, kwargs, generator)
     if generator is not None:
         _random._check_generator(generator, local.device)
     elif local.is_cuda:
         generator = torch.cuda.default_generators[local.get_device()]
     else:
         generator = _random._default_generator(local.device)
-    if local.is_cpu:
-        return _draw_mt19937(row, plan, local, args, kwargs, generator)
     base = generator.get_offset()
     try:
         generator.set_offset(base + plan.start)

@@ -221,6 +221,15 @@ def _calc_shard_linear_idx(shard_coord: Sequence[Any], shard_size: Sequence[Any]
     return index
 
 
+def _local_numel(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: list[int]
+) -> int:
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    local, _ = _compute_local_shape_and_global_offset(shape, mesh_shape, coordinate, placements, skip_offset=True)
+    return math.prod(local)
+
+
 def _last_nonempty_shard(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[list[int], int]:
@@ -229,12 +238,6 @@ def _last_nonempty_shard(
     Sizes fall along every mesh dim, and within one index the first piece is the largest: a search by halves in each
     mesh dim in turn finds it in a few steps on a mesh of any size.
     """
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
-    def numel(coordinate: list[int]) -> int:
-        local, _ = _compute_local_shape_and_global_offset(shape, mesh_shape, coordinate, placements, skip_offset=True)
-        return math.prod(local)
-
     coordinate = [0] * len(mesh_shape)
     for mesh_dims in _sharding_mesh_dims(len(shape), placements):
         for mesh_dim in mesh_dims:
@@ -242,9 +245,12 @@ def _last_nonempty_shard(
             while low < high:
                 middle = (low + high + 1) // 2
                 coordinate[mesh_dim] = middle
-                low, high = (middle, high) if numel(coordinate) else (low, middle - 1)
+                if _local_numel(shape, placements, mesh_shape, coordinate):
+                    low = middle
+                else:
+                    high = middle - 1
             coordinate[mesh_dim] = low
-    return coordinate, numel(coordinate)
+    return coordinate, _local_numel(shape, placements, mesh_shape, coordinate)
 
 
 def _calc_layout(
@@ -256,10 +262,11 @@ def _calc_layout(
     """Places the shards in the Philox stream.
 
     Shard ``i`` starts at ``i * step``, and every rank ends at ``numel``, both rounded up to a multiple of 4, where
-    ``step`` is the size of the first shard: the places of torch's own tracker. Those let shards of fewer than 4
-    elements share a place, and where the pieces are not all of one size, or a dim is sharded repeatedly, they let the
-    last shards run past the end, into the next op's numbers. So ``step`` is at least what a shard can consume, and the
-    end at least where the last shard that holds anything ends.
+    ``step`` is the size of the first shard: the places of torch's own tracker, wherever they keep shards and ops apart.
+    They do not in three cases. A dim that is sharded repeatedly is divided by the last mesh dim only, so that the last
+    shards run past the end, into the next op's numbers: here ``step`` is the true size then. Shards of fewer than 4
+    elements share a place: here ``step`` is at least what a shard can consume. And where pieces of several dims are not
+    all of one size the last shards can pass the end by either step: here the end is where the last of them ends.
 
     Args:
         values_per_element: how many real values an element takes (2 for complex dtypes).
@@ -271,12 +278,17 @@ def _calc_layout(
             weights[mesh_dim] = num_shards
             num_shards *= mesh_shape[mesh_dim]
 
-    first = math.prod(_first_shard_size(shape, placements, mesh_shape))
-    step = max(first, _philox_consumption(first * values_per_element), 4)
-    layout = _ShardLayout(tuple(weights), num_shards, step, 0)
-    coordinate, numel = _last_nonempty_shard(shape, placements, mesh_shape)
-    last_end = layout.plan(coordinate).start + _philox_consumption(numel * values_per_element)
-    return layout._replace(end=max(_round_up_to_4(math.prod(shape)), last_end))
+    last_coordinate, last_numel = _last_nonempty_shard(shape, placements, mesh_shape)
+    largest = _local_numel(shape, placements, mesh_shape, [0] * len(mesh_shape))
+    end = _round_up_to_4(math.prod(shape))
+    # Torch's step, unless the last shard would pass the end by it; then the true size of the largest shard.
+    for first in (math.prod(_first_shard_size(shape, placements, mesh_shape)), largest):
+        step = max(first, _philox_consumption(largest * values_per_element), 4)
+        layout = _ShardLayout(tuple(weights), num_shards, step, end)
+        last_end = layout.plan(last_coordinate).start + _philox_consumption(last_numel * values_per_element)
+        if last_end <= end:
+            return layout
+    return layout._replace(end=last_end)
 
 
 _cached_layout = functools.lru_cache(maxsize=4096)(_calc_layout)
@@ -323,26 +335,27 @@ _MT19937_WORDS = 624
 _MT19937_BYTES = slice(24, 24 + 8 * _MT19937_WORDS)
 
 
-class _Mt19937(threading.local):
-    """One thread's buffers for drawing a key from a CPU generator and for a state mixed from (key, shard index).
+class _Mt19937:
+    """Buffers for drawing a key from a CPU generator, and for a state mixed from (key, shard index).
 
     ``manual_seed`` is no way to such a state: it takes a 64-bit seed and keeps 32 bits of it (``init_with_uint32``),
-    so of some 77,000 streams two would be equal. Here all 64 bits go in: word ``j`` is the upper half of
-    ``a_j + z * b_j`` modulo 2**64, with ``z`` the mixed key and fixed odd-looking 64-bit ``a_j`` and ``b_j``
-    (multiply-shift hashing, M. Dietzfelbinger, "Universal hashing and k-wise independent random variables via integer
-    arithmetic without primes", STACS 1996). No two shards of an op share a ``z``.
+    so of some 77,000 streams two would be equal. Here all 64 bits go in: word ``j`` is the upper half of ``z * f_j``
+    modulo 2**64, with ``z`` the mixed key and ``f_j`` a fixed odd number (multiply-shift hashing: M. Dietzfelbinger
+    et al., "A reliable randomized algorithm for the closest-pair problem", J. Algorithms 25, 1997). No two shards of an
+    op share a ``z``. Word 0 is constant, so that no state is all zeros (``init_by_array`` of the reference mt19937).
     """
 
     def __init__(self) -> None:
-        constants = [_int64(_splitmix64(i * _GOLDEN_GAMMA & _UINT64)) for i in range(1, 2 * _MT19937_WORDS + 1)]
-        self.addend = _as_array(torch.tensor(constants[:_MT19937_WORDS], device="cpu"))
-        self.factor = _as_array(torch.tensor(constants[_MT19937_WORDS:], device="cpu"))
+        factors = [_int64(_splitmix64(j * _GOLDEN_GAMMA & _UINT64) | 1) for j in range(1, _MT19937_WORDS)]
+        self.factors = _as_array(torch.tensor(factors, dtype=torch.int64, device="cpu"))
         self.key = torch.empty((), dtype=torch.int64, device="cpu")
         self.key_array = _as_array(self.key)
         self.generator = torch.Generator()
         # A seeded generator's state, so that the next draw starts at word 0 of what is written into its words.
         self.state = self.generator.manual_seed(0).get_state()
-        self.words = _as_array(self.state[_MT19937_BYTES].view(torch.int64))
+        words = _as_array(self.state[_MT19937_BYTES].view(torch.int64))
+        words[0] = 0x80000000
+        self.words = words[1:]
 
     def draw_key(self, generator: torch.Generator) -> int:
         """Draws 64 bits from ``generator``, in [-2**63, 2**63)."""
@@ -350,32 +363,33 @@ class _Mt19937(threading.local):
         return self.key_array.item()
 
     def mixed_state(self, key: int, shard_index: int) -> torch.Tensor:
-        """A whole state from (key, shard index), in this thread's buffer: copy or use it before the next call."""
+        """A whole state from (key, shard index), in this buffer: copy or use it before the next call."""
         z = _int64(_splitmix64((key + shard_index * _GOLDEN_GAMMA) & _UINT64))
-        hashed = self.factor * z
-        hashed += self.addend
-        hashed >>= 32
-        self.words[:] = hashed
+        self.words[:] = (self.factors * z) >> 32  # of a 64-bit field torch reads the lower half
         return self.state
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
-    # On a few hundred words numpy's operators cost half of torch's; a torch without numpy takes its own.
+    # On a few hundred words numpy's operators cost a third of torch's; a torch without numpy takes its own.
     try:
         return tensor.numpy()
     except RuntimeError:
         return tensor
 
 
-_mt19937: _Mt19937 | None = None
+class _PerThread(threading.local):
+    mt19937: _Mt19937 | None = None
+
+
+_per_thread = _PerThread()
 
 
 def _get_mt19937() -> _Mt19937:
-    # Made at the first draw, not at import: the buffers are real tensors, and an import may run under a fake mode.
-    global _mt19937
-    if _mt19937 is None:
-        _mt19937 = _Mt19937()
-    return _mt19937
+    # Made at a thread's first draw, not at import: the buffers are real tensors, and an import may be traced.
+    mt19937 = _per_thread.mt19937
+    if mt19937 is None:
+        mt19937 = _per_thread.mt19937 = _Mt19937()
+    return mt19937
 
 
 # ---------------------------------------------------------------------------------------------------------------------
