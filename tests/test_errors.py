@@ -56,6 +56,16 @@ class TestErrors(expecttest.TestCase):
             placements=[Partial()],
         )
 
+    def test_factory_with_a_generator_of_another_kind(self):
+        self.check(
+            TypeError,
+            """argument 'generator' must be a torch.Generator, not int""",
+            tdr.rand,
+            4,
+            device_mesh=self.mesh,
+            generator=3,
+        )
+
     def test_unknown_policy(self):
         self.check(ValueError, """install expects policy to be one of 'offset', found 'ofset'""", tdr.install, "ofset")
 
@@ -134,9 +144,7 @@ class TestErrors(expecttest.TestCase):
 
     def test_a_private_name_that_moved(self):
         absent = _torch_names.missing(("torch.distributed.tensor:DTensor._gone.away", "torch.gone:name", "torch:rand"))
-        self.assertExpectedInline(
-            str(absent), """['torch.distributed.tensor:DTensor._gone.away', 'torch.gone:name']"""
-        )
+        self.assertExpectedInline(str(absent), """['torch.distributed.tensor:DTensor._gone.away', 'torch.gone:name']""")
         names = _torch_names.PRIVATE_NAMES
         _torch_names.missing.__defaults__ = (("torch:_gone",),)
         try:

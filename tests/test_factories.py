@@ -54,6 +54,7 @@ def test_dtype_requires_grad_and_default_placements(device, installed):
         assert tdr.randint(5, (8,), device_mesh=mesh, dtype=torch.int32).to_local().max() < 5
         assert tdr.randint(low=4, high=5, size=(8,), device_mesh=mesh).to_local().eq(4).all()
         assert tdr.randint(5, size=(8,), device_mesh=mesh).dtype == torch.int64
+        assert tdr.randint(high=5, size=(8,), device_mesh=mesh).to_local().max() < 5
         complex_ = tdr.randn(16, 3, dtype=torch.complex64, device_mesh=mesh, placements=[Shard(0)])
         assert complex_.to_local().imag.ne(0).any()
 

@@ -29,14 +29,20 @@ def torch_as_it_is():
     everything["cache_key_tag"] = torch.compiler.config.cache_key_tag
     dispatcher = DTensor._op_dispatcher
     everything["handlers"] = dict(dispatcher._custom_op_handlers)
-    everything["dispatcher"] = {name: value for name, value in vars(dispatcher).items() if name != "_custom_op_handlers"}
+    everything["dispatcher"] = {
+        name: value for name, value in vars(dispatcher).items() if name != "_custom_op_handlers"
+    }
     everything["random ops"] = set(dispatcher._random_ops)
     everything["DTensor"] = dict(vars(DTensor))
     return everything
 
 
 def differences(before, after):
-    return {name for name in before.keys() | after.keys() if before.get(name) is not after.get(name) and before.get(name) != after.get(name)}
+    return {
+        name
+        for name in before.keys() | after.keys()
+        if before.get(name) is not after.get(name) and before.get(name) != after.get(name)
+    }
 
 
 def test_uninstall_leaves_torch_as_it_was():

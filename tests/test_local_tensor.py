@@ -24,7 +24,10 @@ def mode(device, installed):
 
 def rank_states(mode, device):
     """The state of the device's generator on each simulated rank."""
-    return [bytes((cpu if device == "cpu" else others[0]).numpy()) for cpu, others in (mode._per_rank_rng_states[r] for r in range(4))]
+    return [
+        bytes((cpu if device == "cpu" else others[0]).numpy())
+        for cpu, others in (mode._per_rank_rng_states[r] for r in range(4))
+    ]
 
 
 def shards(x):

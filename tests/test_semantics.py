@@ -257,7 +257,7 @@ def test_a_bad_argument_leaves_the_generator_where_it_was(placement, device, ins
     for generator in (None, passed):
         with pytest.raises(RuntimeError, match="uniform_ expects to return a"):
             x.uniform_(2.0, 1.0, generator=generator)
-        with pytest.raises(RuntimeError, match="normal expects std >= 0.0"):
+        with pytest.raises(RuntimeError, match=r"normal expects std >= 0\.0"):
             x.normal_(0.0, -1.0, generator=generator)
         assert (state(default), state(passed)) == before
 

@@ -17,7 +17,9 @@ from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
-def as_rank(rank: int, mesh_shape: tuple[int, ...], device: str = "cpu", names: tuple[str, ...] | None = None) -> DeviceMesh:
+def as_rank(
+    rank: int, mesh_shape: tuple[int, ...], device: str = "cpu", names: tuple[str, ...] | None = None
+) -> DeviceMesh:
     """Makes this process rank ``rank`` of a fake process group, and returns its mesh."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -43,7 +45,9 @@ def coordinates(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, mesh_shape)))
 
 
-def _process(rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _process(
+    rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

@@ -14,11 +14,16 @@ aten = torch.ops.aten
 _empty: Callable[..., DTensor] = dtensor.empty
 
 
-def _fill(op: Any, args: tuple[Any, ...], size: Any, generator: torch.Generator | None, requires_grad: bool, **kwargs: Any) -> DTensor:
+def _fill(
+    op: Any, args: tuple[Any, ...], size: Any, generator: torch.Generator | None, requires_grad: bool, **kwargs: Any
+) -> DTensor:
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"argument 'generator' must be a torch.Generator, not {type(generator).__name__}")
     with torch.no_grad():
         x = _empty(*size, **kwargs)
         HANDLERS[op](op, (x, *args), {} if generator is None else {"generator": generator})
-    return x.requires_grad_(requires_grad)
+    x.requires_grad_(requires_grad)
+    return x
 
 
 def rand(
@@ -71,7 +76,7 @@ def randn(
 
 
 def randint(
-    low: int,
+    low: int = 0,
     high: Any = None,
     size: Any = None,
     *,

@@ -29,9 +29,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 __all__ = [
+    "OffsetBasedRNGTracker",
     "is_rng_supported_mesh",
     "manual_seed",
-    "OffsetBasedRNGTracker",
 ]
 
 _rng_tracker: "_RNGStateTracker | None" = None
@@ -426,16 +426,16 @@ def _lend(generator: torch.Generator, default: torch.Generator) -> Iterator[None
     if generator is default:
         yield
     elif default.device.type == "cpu":
-        own = default.get_state()
+        own_state = default.get_state()
         default.set_state(generator.get_state())
         try:
             yield
         finally:
             generator.set_state(default.get_state())
-            default.set_state(own)
+            default.set_state(own_state)
     else:
         own = default.graphsafe_get_state()
-        default.graphsafe_set_state(generator)  # type: ignore[arg-type]  # shares the state, copies nothing
+        default.graphsafe_set_state(generator)  # shares the state, copies nothing
         try:
             yield
         finally:
@@ -490,7 +490,7 @@ def _local_tensor_region(
     """The region under LocalTensorMode, which runs an op once a simulated rank and keeps a state for each of them."""
     from torch.distributed import _local_tensor
 
-    coordinate = spec.mesh.get_coordinate()
+    coordinate = [spec.mesh._sym_get_coordinate(i) for i in range(spec.mesh.ndim)]
     states: dict[int, Any] = mode._per_rank_rng_states
     before = dict(states)
     with mode.disable():

@@ -36,7 +36,9 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, distinct_di
     for name in distinct_dims:
         if name not in names:
             found = "no device_mesh" if device_mesh is None else f"a device_mesh with dims {tuple(names)}"
-            raise ValueError(f"manual_seed expects distinct_dims among the dims of device_mesh, found {name!r} and {found}")
+            raise ValueError(
+                f"manual_seed expects distinct_dims among the dims of device_mesh, found {name!r} and {found}"
+            )
     if device_mesh is not None:
         coordinate: Sequence[Any] | None = device_mesh.get_coordinate()
         if coordinate is None:

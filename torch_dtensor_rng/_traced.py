@@ -99,7 +99,9 @@ def _mesh_geometry(mesh: DeviceMesh, rank: int) -> tuple[tuple[int, ...], tuple[
     with _disable_current_modes():
         table = mesh.mesh
         origin = int(table.flatten()[0])
-        strides = tuple(int(table.select(dim, min(1, size - 1)).flatten()[0]) - origin or 1 for dim, size in enumerate(table.shape))
+        strides = tuple(
+            int(table.select(dim, min(1, size - 1)).flatten()[0]) - origin or 1 for dim, size in enumerate(table.shape)
+        )
         indices = torch.meshgrid(*map(torch.arange, table.shape), indexing="ij")
         if all(
             torch.equal(table // stride % size, index) for stride, size, index in zip(strides, table.shape, indices)

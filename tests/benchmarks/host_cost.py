@@ -66,7 +66,9 @@ def main() -> None:
             with tdr.install():
                 ours.append(median_us(lambda: call(x), device))  # noqa: B023
         base = min(plain)
-        print(f"{name:22}{base:9.2f}{min(theirs):10.2f} x{min(theirs) / base:6.2f}{min(ours):10.2f} x{min(ours) / base:6.2f}")
+        print(
+            f"{name:22}{base:9.2f}{min(theirs):10.2f} x{min(theirs) / base:6.2f}{min(ours):10.2f} x{min(ours) / base:6.2f}"
+        )
 
 
 if __name__ == "__main__":
