@@ -26,12 +26,15 @@ def draw(
         elif generator.device.type != "cpu":
             _random._check_generator(generator, local.device)
         return _draw_mt19937(row, plan, local, args, kwargs, generator)
-    if generator is not None:
-        _random._check_generator(generator, local.device)
-    elif local.is_cuda:
-        generator = torch.cuda.default_generators[local.get_device()]
-    else:
+    if local.is_cuda:
+        if generator is None:
+            generator = torch.cuda.default_generators[local.get_device()]
+        elif generator.device.type != "cuda":
+            _random._check_generator(generator, local.device)
+    elif generator is None:
         generator = _random._default_generator(local.device)
+    else:
+        _random._check_generator(generator, local.device)
     base = generator.get_offset()
     try:
         generator.set_offset(base + plan.start)

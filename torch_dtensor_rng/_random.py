@@ -333,6 +333,8 @@ def _int64(value: int) -> int:
 # after 24 bytes of seed and position (CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp).
 _MT19937_WORDS = 624
 _MT19937_BYTES = slice(24, 24 + 8 * _MT19937_WORDS)
+# The three 64-bit fields before them: the seed; how many words are left, with a flag that it is seeded above; the next.
+_MT19937_AT_WORD_1 = (0, _MT19937_WORDS - 1 | 1 << 32, 1)
 
 
 class _Mt19937:
@@ -342,7 +344,9 @@ class _Mt19937:
     so of some 77,000 streams two would be equal. Here all 64 bits go in: word ``j`` is the upper half of ``z * f_j``
     modulo 2**64, with ``z`` the mixed key and ``f_j`` a fixed odd number (multiply-shift hashing: M. Dietzfelbinger
     et al., "A reliable randomized algorithm for the closest-pair problem", J. Algorithms 25, 1997). No two shards of an
-    op share a ``z``. Word 0 is constant, so that no state is all zeros (``init_by_array`` of the reference mt19937).
+    op share a ``z``, and none is 0. Word 0 is constant, so that no state is all zeros (``init_by_array`` of the reference mt19937).
+
+    The state stands at word 1, so that a draw of up to 622 words needs no turn of the whole state.
     """
 
     def __init__(self) -> None:
@@ -351,8 +355,8 @@ class _Mt19937:
         self.key = torch.empty((), dtype=torch.int64, device="cpu")
         self.key_array = _as_array(self.key)
         self.generator = torch.Generator()
-        # A seeded generator's state, so that the next draw starts at word 0 of what is written into its words.
-        self.state = self.generator.manual_seed(0).get_state()
+        self.state = self.generator.get_state()
+        self.state[: _MT19937_BYTES.start].view(torch.int64).copy_(torch.tensor(_MT19937_AT_WORD_1))
         words = _as_array(self.state[_MT19937_BYTES].view(torch.int64))
         words[0] = 0x80000000
         self.words = words[1:]
@@ -364,7 +368,7 @@ class _Mt19937:
 
     def mixed_state(self, key: int, shard_index: int) -> torch.Tensor:
         """A whole state from (key, shard index), in this buffer: copy or use it before the next call."""
-        z = _int64(_splitmix64((key + shard_index * _GOLDEN_GAMMA) & _UINT64))
+        z = _int64(_splitmix64((key + (shard_index + 1) * _GOLDEN_GAMMA) & _UINT64) or _GOLDEN_GAMMA)
         self.words[:] = (self.factors * z) >> 32  # of a 64-bit field torch reads the lower half
         return self.state
 
