@@ -230,3 +230,25 @@ def test_all_64_bits_of_a_key_count():
         torch.rand(4, generator=torch.Generator().manual_seed(1)),
         torch.rand(4, generator=torch.Generator().manual_seed(1 + (1 << 32))),
     )
+
+
+def tempered(word: int) -> int:
+    """The output function of mt19937: M. Matsumoto, T. Nishimura, "Mersenne Twister", TOMACS 8(1), 1998."""
+    word ^= word >> 11
+    word ^= (word << 7) & 0x9D2C5680
+    word ^= (word << 15) & 0xEFC60000
+    return word ^ (word >> 18)
+
+
+@pytest.mark.parametrize("arrays", ["numpy", "torch"])
+def test_a_cpu_stream_by_plain_integers(arrays, monkeypatch):
+    """The first words that a shard draws, worked out without arrays; and a torch without numpy draws the same."""
+    if arrays == "torch":
+        monkeypatch.setattr(_random, "_as_array", lambda tensor: tensor)
+    key, index, mask = -(3**39), 5, (1 << 64) - 1
+    generator = torch.Generator()
+    generator.set_state(_random._Mt19937().mixed_state(key, index))
+    drawn = torch.empty(622, dtype=torch.int32).random_(generator=generator).tolist()  # 31 bits of a word each
+    z = _random._splitmix64((key + (index + 1) * 0x9E3779B97F4A7C15) & mask)
+    factors = [_random._splitmix64(j * 0x9E3779B97F4A7C15 & mask) | 1 for j in range(1, 623)]
+    assert drawn == [tempered((factor * z & mask) >> 32) % (1 << 31) for factor in factors]
