@@ -106,3 +106,19 @@ def test_another_seed_along_a_distinct_dim(device, mode):
     tdr.manual_seed(8, mesh, distinct_dims=("pp",))
     states = rank_states(mode, device)
     assert states[0] == states[1] != states[2] == states[3]
+
+
+def test_an_exception_restores_nothing_later(device, mode):
+    """What was entered is left at once, and not when the traceback is collected."""
+    import gc
+
+    x = empty(16, 6, device_mesh=init_device_mesh(device, (2, 2)), placements=PLACEMENTS)
+    torch.manual_seed(3)
+    with pytest.raises(RuntimeError, match="uniform_ expects to return a") as raised:
+        x.uniform_(2.0, 1.0)
+    torch.manual_seed(4)
+    seeded, ours = rank_states(mode, device), torch.get_rng_state()
+    del raised
+    gc.collect()
+    assert rank_states(mode, device) == seeded
+    assert torch.equal(torch.get_rng_state(), ours)

@@ -1,5 +1,6 @@
 """What a random op on a DTensor promises, whatever the device; also run with ``_random.py`` in torch's own place."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -322,3 +323,35 @@ def test_a_meta_tensor_draws_nothing(device, installed):
     x.uniform_()
     assert torch.rand_like(x).to_local().is_meta
     assert state(default_generator(device)) == before
+
+
+@pytest.mark.parametrize("first", ["inference_mode", "no_grad", "device", "mode", "thread"])
+def test_whatever_surrounds_the_first_draw(first, installed):
+    """The buffers that CPU draws share are made at the first one, and serve later ones outside of it."""
+    import threading
+
+    def draw():
+        return torch.rand_like(empty(16, 6, device_mesh=mesh, placements=[Shard(0)])).to_local().clone()
+
+    surroundings = {
+        "inference_mode": torch.inference_mode,
+        "no_grad": torch.no_grad,
+        "device": lambda: torch.device("meta"),
+        "mode": CommDebugMode,
+        "thread": contextlib.nullcontext,
+    }
+    mesh = as_rank(1, (4,))
+    drawn = []
+
+    def first_and_later():  # in a thread of its own, which has no buffers yet
+        with surroundings[first]():
+            torch.manual_seed(0)
+            drawn.append(torch.rand_like(x).to_local().clone())
+        torch.manual_seed(0)
+        drawn.append(draw())
+
+    x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)])
+    thread = threading.Thread(target=first_and_later)
+    thread.start()
+    thread.join()
+    assert len(drawn) == 2 and torch.equal(*drawn)

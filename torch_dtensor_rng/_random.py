@@ -27,6 +27,7 @@ from torch.distributed._local_tensor import enabled_local_tensor_mode, maybe_run
 from torch.distributed.device_mesh import DeviceMesh, _get_device_handle
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "OffsetBasedRNGTracker",
@@ -334,7 +335,7 @@ def _int64(value: int) -> int:
 _MT19937_WORDS = 624
 _MT19937_BYTES = slice(24, 24 + 8 * _MT19937_WORDS)
 # The three 64-bit fields before them: the seed; how many words are left, with a flag that it is seeded above; the next.
-_MT19937_AT_WORD_1 = (0, _MT19937_WORDS - 1 | 1 << 32, 1)
+_MT19937_AT_WORD_1 = (0, (1 << 32) | (_MT19937_WORDS - 1), 1)
 
 
 class _Mt19937:
@@ -389,10 +390,11 @@ _per_thread = _PerThread()
 
 
 def _get_mt19937() -> _Mt19937:
-    # Made at a thread's first draw, not at import: the buffers are real tensors, and an import may be traced.
     mt19937 = _per_thread.mt19937
     if mt19937 is None:
-        mt19937 = _per_thread.mt19937 = _Mt19937()
+        # Whatever surrounds a thread's first draw: the buffers are plain tensors, and serve every later one.
+        with _disable_current_modes(), torch.inference_mode(False):
+            mt19937 = _per_thread.mt19937 = _Mt19937()
     return mt19937
 
 
@@ -488,50 +490,55 @@ def _live_region(
 
 
 @contextlib.contextmanager
+def _rank_region(
+    states: dict[int, Any], rank: int, plan: _ShardPlan, default: torch.Generator, given: torch.Tensor | None
+) -> Iterator[None]:
+    """One simulated rank's region. LocalTensorMode keeps a state for each rank in ``states``, and lends it to the
+    default generators while the op runs on that rank; with a generator passed, it starts from ``given`` instead."""
+    from torch.distributed import _local_tensor
+
+    own = states[rank]
+    _local_tensor._set_rng_state(*own)
+    if given is not None:
+        default.set_state(given)
+    try:
+        with _live_region(plan, default, default):
+            states[rank] = _local_tensor._get_rng_state()
+            yield
+            _local_tensor._set_rng_state(*states[rank])
+        states[rank] = _local_tensor._get_rng_state()
+    except BaseException:
+        states[rank] = own
+        raise
+
+
+@contextlib.contextmanager
 def _local_tensor_region(
     mode: Any, spec: DTensorSpec, generator: torch.Generator | None, device: torch.device
 ) -> Iterator[None]:
-    """The region under LocalTensorMode, which runs an op once a simulated rank and keeps a state for each of them."""
+    """The region under LocalTensorMode, which runs an op once a simulated rank."""
     from torch.distributed import _local_tensor
 
     coordinate = [spec.mesh._sym_get_coordinate(i) for i in range(spec.mesh.ndim)]
     states: dict[int, Any] = mode._per_rank_rng_states
     before = dict(states)
-    with mode.disable():
-        default = _default_generator(device)
-        ours = _local_tensor._get_rng_state()
-        regions: dict[int, contextlib.ExitStack] = {}
-        given = None if generator is None else generator.get_state()
-        try:
-            for rank in sorted(mode.ranks):
-                at = [_local_tensor._map_to_rank_local_val(index, rank) for index in coordinate]
-                _local_tensor._set_rng_state(*states[rank])
-                if given is not None:
-                    default.set_state(given)
-                regions[rank] = contextlib.ExitStack()
-                regions[rank].enter_context(_live_region(_layout_for(spec).plan(at), default, default))
-                states[rank] = _local_tensor._get_rng_state()
-        finally:
-            _local_tensor._set_rng_state(*ours)
+    given = None if generator is None else generator.get_state()
+    default = _default_generator(device)
+    layout = _layout_for(spec)
+    ours = _local_tensor._get_rng_state()
     try:
-        yield
-        with mode.disable():
-            for rank, region in regions.items():
-                _local_tensor._set_rng_state(*states[rank])
-                region.close()
-                if generator is None:
-                    states[rank] = _local_tensor._get_rng_state()
-                else:
-                    states[rank] = before[rank]
-                    given = default.get_state()
-            if generator is not None:
-                generator.set_state(given)  # type: ignore[arg-type]
-    except BaseException:
-        states.update(before)
-        raise
+        with contextlib.ExitStack() as ranks:
+            with mode.disable():
+                for rank in sorted(mode.ranks):
+                    at = [_local_tensor._map_to_rank_local_val(index, rank) for index in coordinate]
+                    ranks.enter_context(_rank_region(states, rank, layout.plan(at), default, given))
+            yield
+        if generator is not None:
+            _local_tensor._set_rng_state(*states[rank])  # the same on every rank
+            generator.set_state(default.get_state())
+            states.update(before)
     finally:
-        with mode.disable():
-            _local_tensor._set_rng_state(*ours)
+        _local_tensor._set_rng_state(*ours)
 
 
 class _RNGStateTracker:
@@ -592,6 +599,8 @@ class OffsetBasedRNGTracker(_RNGStateTracker):
             _check_generator(generator, device)
         if not self.distribute_region_enabled:
             return contextlib.nullcontext() if generator is None else _lend(generator, _default_generator(device))
+        if not spec.mesh._is_current_rank_part_of_mesh():
+            return contextlib.nullcontext()
         if (mode := enabled_local_tensor_mode()) is not None and mode._per_rank_rng_states:
             return _local_tensor_region(mode, spec, generator, device)
         plan = _plan_for(spec)
