@@ -109,3 +109,11 @@ def test_the_quick_path_puts_it_back_when_the_op_raises(error):
 def test_a_device_without_live_generators_is_refused():
     with pytest.raises(RuntimeError, match=r"torch\.mps has no default_generators"):
         _random._default_generator(torch.device("mps"))
+
+
+def test_a_cpu_generator_is_refused_before_anything_moves():
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        draw(generator=generator)
+    assert torch.equal(generator.get_state(), before)

@@ -129,3 +129,22 @@ def partial_input(rank):
 
 def test_a_partial_input_is_reduced_first():
     assert gloo(2, partial_input) == [True, True]
+
+
+def under_way(rank):
+    with tdr.install():
+        mesh = init_device_mesh("cpu", (2,))
+        x = empty(6, 4, device_mesh=mesh, placements=[Shard(0)]).fill_(1)
+        dropped = torch.native_dropout(x.redistribute(placements=[Replicate()], async_op=True), 0.5, True)[0]
+        y = x.redistribute(placements=[Replicate()], async_op=True)
+        is_under_way = type(y.to_local()) is not torch.Tensor
+        torch.manual_seed(1)
+        drawn = y.uniform_().to_local()
+        torch.manual_seed(1)
+        assert torch.equal(drawn, torch.empty(6, 4).uniform_())
+        assert dropped.to_local().unique().tolist() == [0, 2]
+        return is_under_way
+
+
+def test_a_local_tensor_whose_collective_is_still_under_way():
+    assert gloo(2, under_way) == [True, True]

@@ -26,16 +26,16 @@ def draw(
         elif generator.device.type != "cpu":
             _random._check_generator(generator, local.device)
         return _draw_mt19937(row, plan, local, args, kwargs, generator)
-    if local.is_cuda:
-        if generator is None:
+    if generator is None:
+        if local.is_cuda:
             generator = torch.cuda.default_generators[local.get_device()]
-        elif generator.device.type != "cuda":
-            _random._check_generator(generator, local.device)
-    elif generator is None:
-        generator = _random._default_generator(local.device)
-    else:
+        else:
+            generator = _random._default_generator(local.device)
+    try:
+        base = generator.get_offset()
+    except RuntimeError:  # a CPU generator has none; to ask for its device each time would cost more
         _random._check_generator(generator, local.device)
-    base = generator.get_offset()
+        raise
     try:
         generator.set_offset(base + plan.start)
         out = row.call(local, *args, **kwargs)
