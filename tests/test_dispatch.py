@@ -39,17 +39,6 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert not _dispatch._known
 
 
-def test_outputs_of_one_input_keep_their_own_layout():
-    """Outputs share a spec object; a view in place of one of them changes none of the others."""
-    mesh = as_rank(1, (4,))
-    with tdr.install():
-        x = empty(16, 1, 6, device_mesh=mesh, placements=[Shard(0)]).uniform_()
-        first, second = torch.rand_like(x), torch.rand_like(x)
-        first.squeeze_(1)
-        assert first.shape == (16, 6) and second.shape == x.shape == (16, 1, 6)
-        assert torch.rand_like(first).shape == (16, 6) and torch.rand_like(x).shape == (16, 1, 6)
-
-
 def test_kinds_of_outputs():
     mesh = as_rank(1, (4,))
     with tdr.install():

@@ -114,7 +114,7 @@ def call(row: RandomOp, spec: DTensorSpec, local: torch.Tensor, args: tuple[Any,
     """Records ``row`` on a traced local tensor; the generator moves when the graph runs."""
     layout = _random._layout_for(spec)
     ranks, strides = _mesh_geometry(spec.mesh, dist.get_rank())
-    out = getattr(getattr(torch.ops, NAMESPACE), _name(row))(
+    return getattr(getattr(torch.ops, NAMESPACE), _name(row))(
         local,
         *args,
         **kwargs,
@@ -126,4 +126,3 @@ def call(row: RandomOp, spec: DTensorSpec, local: torch.Tensor, args: tuple[Any,
         step=layout.step,
         end=layout.end,
     )
-    return local if row.in_place else out
