@@ -139,7 +139,7 @@ def under_way(rank):
         y = x.redistribute(placements=[Replicate()], async_op=True)
         is_under_way = type(y.to_local()) is not torch.Tensor
         torch.manual_seed(1)
-        drawn = y.uniform_().to_local()
+        drawn = y.uniform_().to_local()  # an AsyncCollectiveTensor waits before any op on it
         torch.manual_seed(1)
         assert torch.equal(drawn, torch.empty(6, 4).uniform_())
         assert dropped.to_local().unique().tolist() == [0, 2]

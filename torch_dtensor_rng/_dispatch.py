@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.tensor._random as torch_random
 from torch._C import _len_torch_dispatch_stack
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
+from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed._local_tensor import LocalTensor, enabled_local_tensor_mode
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -105,8 +105,6 @@ def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
     if row.reads_input and _is_partial(spec):
         reduced = _spec_like(spec, spec.tensor_meta)
         spec, local = reduced, redistribute_local_tensor(local, spec, reduced)
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.wait()
     if kwargs.get("device") is not None:
         # The draw is made on that device, by its generator; the input only lends its layout.
         local = torch.empty_like(local, device=kwargs["device"])

@@ -10,7 +10,6 @@ SUPPORTED = "2.11 to 2.15"
 PRIVATE_NAMES = (
     "torch._C:_get_dispatch_mode",
     "torch._C:_len_torch_dispatch_stack",
-    "torch.distributed._functional_collectives:AsyncCollectiveTensor",
     "torch.distributed._functional_collectives:_are_we_tracing",
     "torch.distributed._functional_collectives:all_reduce",
     "torch.distributed._local_tensor:LocalTensor",
