@@ -135,3 +135,18 @@ def test_a_rank_finds_its_coordinate_in_a_graph(name):
         coordinate = (table == rank).nonzero().flatten().tolist()
         assert _traced._coordinate(rank, ranks, strides, table.shape) == coordinate
     assert bool(ranks) == (name in ("out of order", "with gaps"))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_trunc_normal_in_a_compiled_function_is_eager(backend, installed):
+    def fn(x):
+        return torch.nn.init.trunc_normal_(x * 1.0, a=-1.0, b=1.0) * 2
+
+    x = empty(32, 8, device_mesh=as_rank(1, (2,)), placements=[Shard(0)]).fill_(1)
+    torch.manual_seed(0)
+    eager = fn(x).to_local()
+    end = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert torch.equal(torch.compile(fn, backend=backend)(x).to_local(), eager)
+    assert torch.equal(torch.get_rng_state(), end)
+    assert bool((eager.abs() <= 2).all())

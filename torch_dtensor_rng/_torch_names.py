@@ -8,6 +8,7 @@ SUPPORTED = "2.11 to 2.15"
 
 # "module:attribute.attribute", each looked up once.
 PRIVATE_NAMES = (
+    "torch:_disable_dynamo",
     "torch._C:_get_dispatch_mode",
     "torch._C:_len_torch_dispatch_stack",
     "torch.distributed._functional_collectives:_are_we_tracing",

@@ -37,10 +37,18 @@ class _WholeTensorAny(TorchFunctionMode):
 def wrap(no_grad_trunc_normal_: Any) -> Any:
     """``torch.nn.init._no_grad_trunc_normal_``, asking its DTensors for the whole tensor's truth."""
 
+    def on_dtensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with _WholeTensorAny():
+            return no_grad_trunc_normal_(tensor, *args, **kwargs)
+
+    # A loop whose end depends on the data is no graph, and the mode above is not to be traced either.
+    untraced = torch._disable_dynamo(on_dtensor)
+
     def _no_grad_trunc_normal_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return no_grad_trunc_normal_(tensor, *args, **kwargs)
-        with _WholeTensorAny():
-            return no_grad_trunc_normal_(tensor, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return untraced(tensor, *args, **kwargs)
+        return on_dtensor(tensor, *args, **kwargs)
 
     return _no_grad_trunc_normal_
