@@ -210,7 +210,7 @@ class RaiseAfter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if func in self.op:
+        if func in self.op and not args[0].is_meta:
             self.raised = True
             raise self.error
         return out
@@ -220,7 +220,7 @@ aten = torch.ops.aten
 DRAWS = {
     "uniform_": [aten.uniform_.default],
     "randn_like": [aten.randn_like.default, aten.randn_like.generator],
-    "native_dropout": [aten.native_dropout.default],
+    "native_dropout": [aten.native_dropout.default, aten.bernoulli_.float],
 }
 
 
@@ -358,3 +358,41 @@ def test_whatever_surrounds_the_first_draw(first, installed):
     thread.start()
     thread.join()
     assert len(drawn) == 2 and torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("train", [True, None, False])
+def test_native_dropout_with_a_generator_is_what_the_cpu_kernel_does(p, train):
+    from torch_dtensor_rng._ops import _native_dropout
+
+    x = torch.randn(40, 6)
+    torch.manual_seed(3)
+    expected = torch.native_dropout(x, p, train)
+    assert all(map(torch.equal, _native_dropout(x, p, train, torch.Generator().manual_seed(3)), expected))
+
+
+def test_a_plain_draw_in_another_thread_is_not_disturbed(installed):
+    """On the CPU, an op on a sharded tensor never puts its scratch state where other threads draw from."""
+    import threading
+
+    if in_tree():
+        pytest.skip("the region works on the default slot")
+    mesh = as_rank(1, (2,))
+    x = empty(2048, 64, device_mesh=mesh, placements=[Shard(0)]).fill_(1)
+    x.uniform_()
+    torch.manual_seed(0)
+    drawn: list[float] = []
+
+    def plain():
+        for _ in range(2000):
+            drawn.append(torch.rand(()).item())
+
+    thread = threading.Thread(target=plain)
+    thread.start()
+    while thread.is_alive():
+        torch.native_dropout(x, 0.5, True)
+        torch.rand_like(x)
+    thread.join()
+    torch.manual_seed(0)
+    stream = set(torch.rand(1_000_000).tolist())
+    assert all(value in stream for value in drawn)

@@ -74,8 +74,12 @@ def make_handler(row: RandomOp) -> Handler:
             or (tracker is not None and not tracker._use_distribute_region)
         ):
             return _run(row, x, args[1:], kwargs)
-        out = draw(row, known.plan, local, args[1:], kwargs)
-        return x if in_place else _wrap(out, _output_specs(row, spec, args[1:], kwargs, known.outputs))
+        if in_place:
+            draw(row, known.plan, local, args[1:], kwargs)
+            return x
+        # Before the draw, as whatever it raises must find the generator where it was.
+        specs = _output_specs(row, spec, args[1:], kwargs, known.outputs)
+        return _wrap(draw(row, known.plan, local, args[1:], kwargs), specs)
 
     return handler
 
@@ -108,11 +112,11 @@ def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
     if kwargs.get("device") is not None:
         # The draw is made on that device, by its generator; the input only lends its layout.
         local = torch.empty_like(local, device=kwargs["device"])
-    out = _on_local(row, spec, local, args, kwargs)
     if row.in_place:
+        _on_local(row, spec, local, args, kwargs)
         return x
-    known = None if _are_we_tracing() else _known.get(id(spec))
-    return _wrap(out, _output_specs(row, spec, args, kwargs, None if known is None else known.outputs))
+    specs = _output_specs(row, spec, args, kwargs, None)
+    return _wrap(_on_local(row, spec, local, args, kwargs), specs)
 
 
 def _on_local(
@@ -151,7 +155,7 @@ def _output_specs(
     row: RandomOp, spec: DTensorSpec, args: tuple[Any, ...], kwargs: dict[str, Any], cache: _OutputCache | None
 ) -> tuple[DTensorSpec, ...]:
     """The specs of the op's outputs: the input's placements, and the sizes, strides and dtypes that the op gives to
-    a tensor of the global sizes. While tracing there is no cache, as symbolic sizes cannot be hashed."""
+    a tensor of the global sizes."""
     options = {name: value for name, value in kwargs.items() if name not in ("generator", "device")} if kwargs else {}
     key = (row.overload, args, *options.items()) if options else (row.overload, args)
     if cache is not None and (specs := cache.get(key)) is not None:

@@ -54,9 +54,6 @@ def _draw_mt19937(
     kwargs: dict[str, Any],
     generator: torch.Generator,
 ) -> Any:
-    if not row.takes_generator:
-        with _random._mt19937_region(plan, generator, generator):
-            return row.call(local, *args, **kwargs)
     before = generator.get_state()
     try:
         if plan.num_shards > 1:

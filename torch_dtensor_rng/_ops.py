@@ -14,22 +14,33 @@ class RandomOp:
 
     Attributes:
         overload: the name below ``torch.ops.aten``.
-        call: the public function that runs this overload on a plain tensor, with the same arguments.
+        call: the public function that runs this overload on a plain tensor, with the same arguments, and with a
+            ``generator=`` of the tensor's device, if only on the CPU.
         in_place: draws into its first argument and returns it; else it returns new tensors laid out like it.
         reads_input: what it draws depends on the values of its first argument, so a ``Partial`` one is reduced first.
-        takes_generator: ``call`` has a ``generator=``.
     """
 
     overload: str
     call: Callable[..., Any]
     in_place: bool = False
     reads_input: bool = False
-    takes_generator: bool = True
 
     @property
     def op(self) -> OpOverload:
         packet, _, overload = self.overload.partition(".")
         return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+def _native_dropout(
+    input: torch.Tensor, p: float, train: bool | None, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``torch.native_dropout``, which takes no generator. With one it is what its CPU kernel does (``native_dropout_cpu``
+    in ATen/native/Dropout.cpp): the alternative, a state lent to the default slot, is seen by other threads."""
+    if generator is None or train is False:
+        return torch.native_dropout(input, p, train)
+    keep = 1.0 - p
+    mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(keep, generator=generator)
+    return (input * mask).mul_(0.0 if keep == 0.0 else 1.0 / keep), mask
 
 
 TABLE = (
@@ -53,5 +64,5 @@ TABLE = (
     RandomOp("randint_like.low_generator_dtype", torch.randint_like),
     RandomOp("bernoulli.default", torch.bernoulli, reads_input=True),
     RandomOp("bernoulli.p", torch.bernoulli),
-    RandomOp("native_dropout.default", torch.native_dropout, reads_input=True, takes_generator=False),
+    RandomOp("native_dropout.default", _native_dropout, reads_input=True),
 )
