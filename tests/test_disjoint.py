@@ -44,8 +44,8 @@ def shardings(draw: Any, max_dim: int = 40) -> Sharding:
         # FSDP2 x TP: a mesh dim shards what later mesh dims have sharded before it.
         later = math.prod(mesh_shape[mesh_dim + 1 :])
         placements.append(
-            Shard(dim) if kind == "shard" or (kind == "strided" and later == 1)
-            else _StridedShard(dim, split_factor=later) if kind == "strided"
+            Shard(dim) if kind == "shard"
+            else _StridedShard(dim, split_factor=draw(st.sampled_from([later, 2, 3, 4]))) if kind == "strided"
             else Replicate() if kind == "replicate"
             else Partial()
         )  # fmt: skip
@@ -85,6 +85,7 @@ SPANS = [
 @example(FSDP_TP, SPANS[1], 132)
 @example(Sharding((5,), (4,), (Shard(0),)), SPANS[0], 132)
 @example(Sharding((17, 33), (4, 4), (Shard(0), Shard(1))), SPANS[1], 132)
+@example(Sharding((57,), (2, 5), (Shard(0), _StridedShard(0, split_factor=4))), SPANS[5], 1)
 def test_no_two_shards_nor_two_ops_in_a_row_meet(sharding, span, multiprocessors):
     """Every thread of a launch is a subsequence, counted from 0, so that two draws share numbers just when their ranges
     of offsets meet."""
@@ -163,6 +164,17 @@ def test_the_last_shard_that_holds_anything(sharding):
         assert (plans[tuple(coordinate)].index, numel) == (last, nonempty[last])
     else:
         assert numel == 0
+
+
+@settings(max_examples=400, deadline=None)
+@given(shardings())
+@example(Sharding((57,), (2, 5), (Shard(0), _StridedShard(0, split_factor=4))))
+def test_no_shard_is_larger_than_the_largest(sharding):
+    sizes = [sharding.local_numel(at) for at in coordinates(sharding.mesh_shape)]
+    bound = _random._largest_numel(sharding.shape, sharding.placements, sharding.mesh_shape)
+    assert max(sizes) <= bound
+    if all(isinstance(placement, Shard) for placement in sharding.placements):
+        assert max(sizes) == bound
 
 
 def test_places_cost_the_same_on_a_mesh_of_any_size():

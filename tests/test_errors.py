@@ -66,6 +66,18 @@ class TestErrors(expecttest.TestCase):
             generator=3,
         )
 
+    def test_integers_that_require_grad(self):
+        self.check(
+            RuntimeError,
+            """Only Tensors of floating point and complex dtype can require gradients""",
+            tdr.randint,
+            5,
+            (16,),
+            device_mesh=self.mesh,
+            placements=[Shard(0)],
+            requires_grad=True,
+        )
+
     def test_unknown_policy(self):
         self.check(ValueError, """install expects policy to be one of 'offset', found 'ofset'""", tdr.install, "ofset")
 

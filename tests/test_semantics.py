@@ -263,6 +263,18 @@ def test_a_bad_argument_leaves_the_generator_where_it_was(placement, device, ins
         assert (state(default), state(passed)) == before
 
 
+@pytest.mark.skipif(in_tree(), reason="torch's dispatcher works out the outputs first, too, and differently")
+def test_outputs_that_cannot_be_worked_out_leave_the_generator_where_it_was(device, installed):
+    """The shapes are worked out on the meta device, whose native_dropout refuses complex numbers."""
+    mesh = as_rank(1, (4,), device)
+    x = empty(16, 6, dtype=torch.complex64, device_mesh=mesh, placements=[Shard(0)]).fill_(1)
+    before = state(default_generator(device))
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            torch.native_dropout(x, 0.5, True)
+        assert state(default_generator(device)) == before
+
+
 def test_a_generator_of_another_device_type_is_refused(device, installed):
     mesh = as_rank(1, (4,), device)
     x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).fill_(7)
@@ -339,7 +351,7 @@ def test_whatever_surrounds_the_first_draw(first, installed):
     surroundings = {
         "inference_mode": torch.inference_mode,
         "no_grad": torch.no_grad,
-        "device": lambda: torch.device("meta"),
+        "device": lambda: torch.device("meta"),  # as a default for factories
         "mode": CommDebugMode,
         "thread": contextlib.nullcontext,
     }

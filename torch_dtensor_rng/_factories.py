@@ -20,9 +20,8 @@ def _fill(
     if not isinstance(generator, torch.Generator | None):
         raise TypeError(f"argument 'generator' must be a torch.Generator, not {type(generator).__name__}")
     with torch.no_grad():
-        x = _empty(*size, **kwargs)
+        x = _empty(*size, requires_grad=requires_grad, **kwargs)
         HANDLERS[op](op, (x, *args), {} if generator is None else {"generator": generator})
-    x.requires_grad_(requires_grad)
     return x
 
 

@@ -184,7 +184,7 @@ def _calc_first_shard_size(spec: DTensorSpec) -> list[int]:
 def _first_shard_size(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
 ) -> list[int]:
-    size = list(shape)
+    size: list[Any] = list(shape)
     for mesh_dim_size, placement in zip(mesh_shape, placements):
         if isinstance(placement, Shard | _StridedShard):
             size[placement.dim], _ = placement._local_shard_size_and_offset(shape[placement.dim], mesh_dim_size, 0)
@@ -231,13 +231,29 @@ def _local_numel(
     return math.prod(local)
 
 
+def _largest_numel(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> int:
+    """At least the size of every shard; just that wherever the pieces are of one size.
+
+    The first shard need not be the largest: a ``_StridedShard`` cuts each of its ``split_factor`` chunks, and rounds up
+    in each of them.
+    """
+    size: list[Any] = list(shape)
+    for pieces, placement in zip(mesh_shape, placements):
+        if isinstance(placement, Shard | _StridedShard):
+            whole = size[placement.dim]
+            chunks = placement.split_factor if isinstance(placement, _StridedShard) else 1
+            piece = ((whole + chunks - 1) // chunks + pieces - 1) // pieces
+            size[placement.dim] = min(whole, chunks * piece)
+    return math.prod(size)
+
+
 def _last_nonempty_shard(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[list[int], int]:
     """The mesh coordinate of the last shard that holds anything, and how many elements it holds.
 
-    Sizes fall along every mesh dim, and within one index the first piece is the largest: a search by halves in each
-    mesh dim in turn finds it in a few steps on a mesh of any size.
+    Along every mesh dim pieces only get smaller, and the first piece of anything that is not empty is not empty: a
+    search by halves in each mesh dim in turn finds it in a few steps on a mesh of any size.
     """
     coordinate = [0] * len(mesh_shape)
     for mesh_dims in _sharding_mesh_dims(len(shape), placements):
@@ -280,7 +296,7 @@ def _calc_layout(
             num_shards *= mesh_shape[mesh_dim]
 
     last_coordinate, last_numel = _last_nonempty_shard(shape, placements, mesh_shape)
-    largest = _local_numel(shape, placements, mesh_shape, [0] * len(mesh_shape))
+    largest = _largest_numel(shape, placements, mesh_shape)
     end = _round_up_to_4(math.prod(shape))
     # Torch's step, unless the last shard would pass the end by it; then the true size of the largest shard.
     for first in (math.prod(_first_shard_size(shape, placements, mesh_shape)), largest):
