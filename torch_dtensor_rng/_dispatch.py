@@ -156,14 +156,15 @@ def _output_specs(
 ) -> tuple[DTensorSpec, ...]:
     """The specs of the op's outputs: the input's placements, and the sizes, strides and dtypes that the op gives to
     a tensor of the global sizes."""
-    options = {name: value for name, value in kwargs.items() if name not in ("generator", "device")} if kwargs else {}
-    key = (row.overload, args, *options.items()) if options else (row.overload, args)
+    if "generator" in kwargs or "device" in kwargs:
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("generator", "device")}
+    key = (row.overload, args, *kwargs.items())
     if cache is not None and (specs := cache.get(key)) is not None:
         return specs
     meta = spec.tensor_meta
     if meta is None:
         raise AssertionError("the spec of a DTensor has its tensor_meta")
-    outs = row.call(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta"), *args, **options)
+    outs = row.call(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta"), *args, **kwargs)
     if isinstance(outs, torch.Tensor):
         outs = (outs,)
     specs = tuple(_spec_like(spec, TensorMeta(out.shape, out.stride(), out.dtype)) for out in outs)
