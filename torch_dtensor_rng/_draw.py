@@ -13,8 +13,8 @@ def draw(
 ) -> Any:
     """Runs ``row`` on ``local`` at the place of ``plan``, and leaves the generator where every rank ends.
 
-    The generator is the ``generator=`` of ``kwargs``, or the default one of the local tensor's device. If the op raises,
-    it is where it was before the call. Does not communicate.
+    The generator is the ``generator=`` of ``kwargs``, or the default one of the local tensor's device. If the op
+    raises, it is where it was before the call. Does not communicate.
 
     Raises:
         RuntimeError: the generator is of another device type than ``local``.

@@ -44,7 +44,8 @@ def rand(
         dtype (:class:`torch.dtype`): a floating-point dtype. Default: :func:`torch.get_default_dtype`.
         layout (:class:`torch.layout`): only ``torch.strided``.
         device_mesh (:class:`DeviceMesh`): Default: the mesh of the enclosing ``with`` block.
-        placements (Sequence[:class:`Placement`]): ``Shard`` and ``Replicate``. Default: ``Replicate`` on every mesh dim.
+        placements (Sequence[:class:`Placement`]): ``Shard`` and ``Replicate``. Default: ``Replicate`` on every mesh
+            dim.
         generator (:class:`torch.Generator`): the generator to read and advance, in the same state on every rank.
             Default: the device's default generator.
 

@@ -361,7 +361,8 @@ class _Mt19937:
     so of some 77,000 streams two would be equal. Here all 64 bits go in: word ``j`` is the upper half of ``z * f_j``
     modulo 2**64, with ``z`` the mixed key and ``f_j`` a fixed odd number (multiply-shift hashing: M. Dietzfelbinger
     et al., "A reliable randomized algorithm for the closest-pair problem", J. Algorithms 25, 1997). No two shards of an
-    op share a ``z``, and none is 0. Word 0 is constant, so that no state is all zeros (``init_by_array`` of the reference mt19937).
+    op share a ``z``, and none is 0. Word 0 is constant, so that no state is all zeros (``init_by_array`` of the
+    reference mt19937).
 
     The state stands at word 1, so that a draw of up to 622 words needs no turn of the whole state.
     """
