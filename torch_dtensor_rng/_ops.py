@@ -35,7 +35,7 @@ def _native_dropout(
     input: torch.Tensor, p: float, train: bool | None, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``torch.native_dropout``, which takes no generator. With one it is what its CPU kernel does
-    (``native_dropout_cpu`` in ATen/native/Dropout.cpp): a state lent to the default slot would be seen by other threads.
+    (``native_dropout_cpu`` in ATen/native/Dropout.cpp): a state lent to the default slot, other threads would see.
     """
     if generator is None or train is False:
         return torch.native_dropout(input, p, train)

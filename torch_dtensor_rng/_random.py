@@ -231,20 +231,33 @@ def _local_numel(
     return math.prod(local)
 
 
-def _largest_numel(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> int:
-    """At least the size of every shard; just that wherever the pieces are of one size.
-
-    The first shard need not be the largest: a ``_StridedShard`` cuts each of its ``split_factor`` chunks, and rounds up
-    in each of them.
+def _piece_sizes(whole: Any, pieces: int, chunks: Any) -> list[Any]:
+    """The sizes, each once, of the ``pieces`` that a dim of size ``whole`` is sharded into by a ``_StridedShard`` of
+    ``split_factor=chunks``: each chunk is cut into pieces, and a rank holds one of every chunk. ``Shard`` is one chunk.
     """
-    size: list[Any] = list(shape)
+    chunk = max(1, (whole + chunks - 1) // chunks)
+    parts = [(chunk, whole // chunk), (whole % chunk, 1)]  # the size of a chunk, and how many there are of it
+    steps = [max(1, (size + pieces - 1) // pieces) for size, _ in parts]
+    sizes: list[Any] = []
+    # A chunk of size n, cut by step, gives whole steps up to piece n // step, there what is left, and nothing beyond.
+    for piece in (0, *(n // step + i for (n, _), step in zip(parts, steps) for i in (0, 1)), pieces - 1):
+        if piece < pieces:
+            size = sum(count * max(0, min(step, n - piece * step)) for (n, count), step in zip(parts, steps))
+            if size not in sizes:
+                sizes.append(size)
+    return sizes
+
+
+def _largest_numel(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> int:
+    """The size of the largest shard. It need not be the first one: a ``_StridedShard`` rounds up in each chunk, and so
+    can make more of a smaller piece."""
+    sizes: list[list[Any]] = [[size] for size in shape]
     for pieces, placement in zip(mesh_shape, placements):
         if isinstance(placement, Shard | _StridedShard):
-            whole = size[placement.dim]
             chunks = placement.split_factor if isinstance(placement, _StridedShard) else 1
-            piece = ((whole + chunks - 1) // chunks + pieces - 1) // pieces
-            size[placement.dim] = min(whole, chunks * piece)
-    return math.prod(size)
+            cut = [_piece_sizes(whole, pieces, chunks) for whole in sizes[placement.dim]]
+            sizes[placement.dim] = [size for one in cut for size in one]
+    return math.prod(max(one) for one in sizes)
 
 
 def _last_nonempty_shard(
