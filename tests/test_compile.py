@@ -150,3 +150,22 @@ def test_trunc_normal_in_a_compiled_function_is_eager(backend, installed):
     assert torch.equal(torch.compile(fn, backend=backend)(x).to_local(), eager)
     assert torch.equal(torch.get_rng_state(), end)
     assert bool((eager.abs() <= 2).all())
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_placements_of_fsdp_and_tensor_parallel(dynamic, installed):
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def fn(x):
+        return torch.randn_like(x) + F.dropout(x, 0.5)
+
+    mesh = as_rank(1, (2, 2))
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for rows in (8, 12):
+        x = empty(rows, 6, device_mesh=mesh, placements=[_StridedShard(0, split_factor=2), Shard(0)]).fill_(1)
+        torch.manual_seed(0)
+        eager, end = fn(x).to_local(), torch.get_rng_state()
+        torch.manual_seed(0)
+        assert torch.equal(compiled(x).to_local(), eager)
+        assert torch.equal(torch.get_rng_state(), end)

@@ -185,10 +185,14 @@ def _first_shard_size(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
 ) -> list[int]:
     size: list[Any] = list(shape)
-    for mesh_dim_size, placement in zip(mesh_shape, placements):
+    for pieces, placement in zip(mesh_shape, placements):
         if isinstance(placement, Shard | _StridedShard):
-            size[placement.dim], _ = placement._local_shard_size_and_offset(shape[placement.dim], mesh_dim_size, 0)
+            size[placement.dim] = _piece_sizes(shape[placement.dim], pieces, _chunks(placement))[0]
     return size
+
+
+def _chunks(placement: Shard | _StridedShard) -> Any:
+    return placement.split_factor if isinstance(placement, _StridedShard) else 1
 
 
 def _sharding_mesh_dims(ndim: int, placements: Sequence[Placement]) -> list[list[int]]:
@@ -232,7 +236,7 @@ def _local_numel(
 
 
 def _piece_sizes(whole: Any, pieces: int, chunks: Any) -> list[Any]:
-    """The sizes, each once, of the ``pieces`` that a dim of size ``whole`` is sharded into by a ``_StridedShard`` of
+    """The sizes, each once and the first piece's first, of the ``pieces`` that a dim of size ``whole`` is sharded into by a ``_StridedShard`` of
     ``split_factor=chunks``: each chunk is cut into pieces, and a rank holds one of every chunk. ``Shard`` is one chunk.
     """
     chunk = max(1, (whole + chunks - 1) // chunks)
@@ -254,8 +258,7 @@ def _largest_numel(shape: tuple[int, ...], placements: tuple[Placement, ...], me
     sizes: list[list[Any]] = [[size] for size in shape]
     for pieces, placement in zip(mesh_shape, placements):
         if isinstance(placement, Shard | _StridedShard):
-            chunks = placement.split_factor if isinstance(placement, _StridedShard) else 1
-            cut = [_piece_sizes(whole, pieces, chunks) for whole in sizes[placement.dim]]
+            cut = [_piece_sizes(whole, pieces, _chunks(placement)) for whole in sizes[placement.dim]]
             sizes[placement.dim] = [size for one in cut for size in one]
     return math.prod(max(one) for one in sizes)
 
