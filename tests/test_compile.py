@@ -159,6 +159,10 @@ def test_placements_of_fsdp_and_tensor_parallel(dynamic, installed):
     def fn(x):
         return torch.randn_like(x) + F.dropout(x, 0.5)
 
+    if dynamic and torch.__version__.startswith("2.11."):
+        pytest.skip(
+            "torch 2.11's geometry makes a tensor of a _StridedShard's offsets, which dynamic shapes cannot trace"
+        )
     mesh = as_rank(1, (2, 2))
     torch.compiler.reset()
     compiled = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=dynamic)
