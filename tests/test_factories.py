@@ -1,10 +1,12 @@
 """Factories of random DTensors."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed.tensor as dtensor
 from torch.distributed.tensor import Replicate, Shard, empty
-from worlds import default_generator, each_rank
+from worlds import as_rank, default_generator, each_rank
 
 import torch_dtensor_rng as tdr
 
@@ -71,3 +73,26 @@ def test_without_an_installation(device):
         installed = each_rank((4,), on_rank, device)
     assert all(map(torch.equal, bare, installed))
     assert not torch.equal(bare[0], bare[1])
+
+
+@pytest.mark.parametrize(
+    "surroundings", [lambda: torch.device("meta"), torch.inference_mode], ids=["meta", "inference"]
+)
+def test_the_first_draw_of_a_thread_by_a_factory(surroundings, installed):
+    """A factory draws outside of torch's dispatch, where a default device is still in force."""
+    mesh = as_rank(1, (4,))
+    drawn = []
+
+    def draw():
+        torch.manual_seed(3)
+        drawn.append(tdr.rand(16, 4, device_mesh=mesh, placements=[Shard(0)]).to_local().clone())
+
+    def first_and_later():
+        with surroundings():
+            draw()
+        draw()
+
+    thread = threading.Thread(target=first_and_later)
+    thread.start()
+    thread.join()
+    assert len(drawn) == 2 and torch.equal(*drawn)

@@ -365,7 +365,7 @@ def _int64(value: int) -> int:
 # mt19937 has 624 words (ATen/core/MT19937RNGEngine.h); in the state tensor they are the low halves of 624 64-bit fields
 # after 24 bytes of seed and position (CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp).
 _MT19937_WORDS = 624
-_MT19937_BYTES = slice(24, 24 + 8 * _MT19937_WORDS)
+_MT19937_BYTES = 24 + 8 * _MT19937_WORDS
 # The three 64-bit fields before them: the seed; how many words are left, with a flag that it is seeded above; the next.
 _MT19937_AT_WORD_1 = (0, (1 << 32) | (_MT19937_WORDS - 1), 1)
 
@@ -390,10 +390,10 @@ class _Mt19937:
         self.key_array = _as_array(self.key)
         self.generator = torch.Generator()
         self.state = self.generator.get_state()
-        self.state[: _MT19937_BYTES.start].view(torch.int64).copy_(torch.tensor(_MT19937_AT_WORD_1))
-        words = _as_array(self.state[_MT19937_BYTES].view(torch.int64))
-        words[0] = 0x80000000
-        self.words = words[1:]
+        fields = _as_array(self.state[:_MT19937_BYTES].view(torch.int64))
+        for i, field in enumerate((*_MT19937_AT_WORD_1, 0x80000000)):
+            fields[i] = field
+        self.words = fields[4:]
 
     def draw_key(self, generator: torch.Generator) -> int:
         """Draws 64 bits from ``generator``, in [-2**63, 2**63)."""
