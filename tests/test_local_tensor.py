@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import IN_TREE
 from test_semantics import NAMES, OPS, takes_generator
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, empty
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from worlds import each_rank, in_tree
+from worlds import each_rank
 
 PLACEMENTS = [Shard(0), Replicate()]
 
@@ -84,7 +85,7 @@ def test_an_exception_leaves_every_rank_where_it_was(device, mode):
         assert torch.equal(torch.get_rng_state(), ours)
 
 
-@pytest.mark.skipif(in_tree(), reason="needs the installation")
+@pytest.mark.skipif(IN_TREE, reason="needs the installation")
 def test_trunc_normal_and_the_factories(device, mode):
     import torch_dtensor_rng as tdr
 
@@ -98,7 +99,7 @@ def test_trunc_normal_and_the_factories(device, mode):
     assert len(set(rank_states(mode, device))) == 1
 
 
-@pytest.mark.skipif(in_tree(), reason="needs the installation")
+@pytest.mark.skipif(IN_TREE, reason="needs the installation")
 def test_another_seed_along_a_distinct_dim(device, mode):
     import torch_dtensor_rng as tdr
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import IN_TREE
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import as_rank, default_generator, each_rank, in_tree
+from worlds import as_rank, default_generator, each_rank
 
 # name -> op(x, generator or None); each returns the drawn DTensor.
 OPS: dict[str, Any] = {
@@ -37,7 +38,7 @@ TAKE_NO_GENERATOR = {"native_dropout"}
 IN_TREE_OPS = ["uniform_", "normal_", "bernoulli_", "bernoulli", "native_dropout", "rand_like", "randn_like"]
 IN_TREE_OPS += ["randint_like", "randint_like_low"]
 IN_TREE_TAKE_NO_GENERATOR = {"native_dropout", "rand_like", "randn_like", "randint_like", "randint_like_low"}
-NAMES = IN_TREE_OPS if in_tree() else list(OPS)
+NAMES = IN_TREE_OPS if IN_TREE else list(OPS)
 
 # mesh shape, placements, global shape
 CASES = {
@@ -53,7 +54,7 @@ CASES = {
 
 
 def takes_generator(name: str) -> bool:
-    return name not in (IN_TREE_TAKE_NO_GENERATOR if in_tree() else TAKE_NO_GENERATOR)
+    return name not in (IN_TREE_TAKE_NO_GENERATOR if IN_TREE else TAKE_NO_GENERATOR)
 
 
 def shard_key(mesh: Any, placements: Any) -> tuple[int, ...]:
@@ -263,7 +264,7 @@ def test_a_bad_argument_leaves_the_generator_where_it_was(placement, device, ins
         assert (state(default), state(passed)) == before
 
 
-@pytest.mark.skipif(in_tree(), reason="torch's dispatcher works out the outputs first, too, and differently")
+@pytest.mark.skipif(IN_TREE, reason="torch's dispatcher works out the outputs first, too, and differently")
 def test_outputs_that_cannot_be_worked_out_leave_the_generator_where_it_was(device, installed):
     """The shapes are worked out on the meta device, whose native_dropout refuses complex numbers."""
     mesh = as_rank(1, (4,), device)
@@ -334,7 +335,7 @@ def test_a_meta_tensor_draws_nothing(device, installed):
     before = state(default_generator(device))
     x.uniform_()
     assert torch.rand_like(x).to_local().is_meta
-    if not in_tree():  # torch's dispatcher knows of no device=
+    if not IN_TREE:  # torch's dispatcher knows of no device=
         real = empty(16, 6, device_mesh=mesh, placements=[Shard(0)])
         assert torch.randn_like(real, device="meta").to_local().is_meta
     assert state(default_generator(device)) == before
@@ -387,7 +388,7 @@ def test_a_plain_draw_in_another_thread_is_not_disturbed(installed):
     """On the CPU, an op on a sharded tensor never puts its scratch state where other threads draw from."""
     import threading
 
-    if in_tree():
+    if IN_TREE:
         pytest.skip("the region works on the default slot")
     mesh = as_rank(1, (2,))
     x = empty(2048, 64, device_mesh=mesh, placements=[Shard(0)]).fill_(1)

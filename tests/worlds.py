@@ -3,6 +3,7 @@ over gloo."""
 
 import datetime
 import itertools
+import math
 import os
 import tempfile
 import traceback
@@ -26,19 +27,13 @@ def as_rank(
     # Torch's sharding caches hold the specs, and so the mesh, of the rank that was played before.
     debug._clear_fast_path_sharding_prop_cache()
     debug._clear_python_sharding_prop_cache()
-    world_size = 1
-    for size in mesh_shape:
-        world_size *= size
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(mesh_shape))
     return init_device_mesh(device, mesh_shape, mesh_dim_names=names)
 
 
 def each_rank(mesh_shape: tuple[int, ...], fn: Callable[[int, DeviceMesh], Any], device: str = "cpu") -> list[Any]:
     """What ``fn(rank, mesh)`` returns on every rank of a mesh, played in turn."""
-    world_size = 1
-    for size in mesh_shape:
-        world_size *= size
-    return [fn(rank, as_rank(rank, mesh_shape, device)) for rank in range(world_size)]
+    return [fn(rank, as_rank(rank, mesh_shape, device)) for rank in range(math.prod(mesh_shape))]
 
 
 def coordinates(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -95,8 +90,3 @@ def default_generator(device: str) -> torch.Generator:
         return torch.default_generator
     torch.cuda.init()
     return torch.cuda.default_generators[torch.cuda.current_device()]
-
-
-def in_tree() -> bool:
-    """Whether ``_random.py`` stands in torch's own place, with nothing installed."""
-    return os.environ.get("TDR_IN_TREE") in ("1", "copied")

@@ -58,8 +58,7 @@ def _draw_mt19937(
     try:
         if plan.num_shards > 1:
             mt19937 = _random._get_mt19937()
-            key = mt19937.draw_key(generator)
-            mt19937.generator.set_state(mt19937.mixed_state(key, plan.index))
+            mt19937.generator.set_state(mt19937.draw_state(generator, plan.index))
             kwargs = {**kwargs, "generator": mt19937.generator}
         return row.call(local, *args, **kwargs)
     except BaseException:

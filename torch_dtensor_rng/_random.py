@@ -236,8 +236,9 @@ def _local_numel(
 
 
 def _piece_sizes(whole: Any, pieces: int, chunks: Any) -> list[Any]:
-    """The sizes, each once and the first piece's first, of the ``pieces`` that a dim of size ``whole`` is sharded into by a ``_StridedShard`` of
-    ``split_factor=chunks``: each chunk is cut into pieces, and a rank holds one of every chunk. ``Shard`` is one chunk.
+    """The sizes, each once and the first piece's first, of the ``pieces`` that a dim of size ``whole`` is sharded into
+    by a ``_StridedShard`` of ``split_factor=chunks``: each chunk is cut into pieces, and a rank holds one of every
+    chunk. ``Shard`` is one chunk.
     """
     chunk = max(1, (whole + chunks - 1) // chunks)
     parts = [(chunk, whole // chunk), (whole % chunk, 1)]  # the size of a chunk, and how many there are of it
@@ -395,10 +396,10 @@ class _Mt19937:
             fields[i] = field
         self.words = fields[4:]
 
-    def draw_key(self, generator: torch.Generator) -> int:
-        """Draws 64 bits from ``generator``, in [-2**63, 2**63)."""
+    def draw_state(self, generator: torch.Generator, shard_index: int) -> torch.Tensor:
+        """Draws a 64-bit key from ``generator``, and returns the state mixed from it and ``shard_index``."""
         self.key.random_(-(1 << 63), None, generator=generator)
-        return self.key_array.item()
+        return self.mixed_state(self.key_array.item(), shard_index)
 
     def mixed_state(self, key: int, shard_index: int) -> torch.Tensor:
         """A whole state from (key, shard index), in this buffer: copy or use it before the next call."""
@@ -502,10 +503,9 @@ def _mt19937_region(plan: _ShardPlan, generator: torch.Generator, default: torch
             with _lend(generator, default):
                 yield
         else:
-            mt19937 = _get_mt19937()
-            key = mt19937.draw_key(generator)
+            state = _get_mt19937().draw_state(generator, plan.index)
             after = default.get_state()
-            default.set_state(mt19937.mixed_state(key, plan.index))
+            default.set_state(state)
             try:
                 yield
             finally:

@@ -9,7 +9,6 @@ SUPPORTED = "2.11 to 2.15"
 # "module:attribute.attribute", each looked up once.
 PRIVATE_NAMES = (
     "torch:_disable_dynamo",
-    "torch._C:_get_dispatch_mode",
     "torch._C:_len_torch_dispatch_stack",
     "torch.distributed._functional_collectives:_are_we_tracing",
     "torch.distributed._functional_collectives:all_reduce",
@@ -20,6 +19,7 @@ PRIVATE_NAMES = (
     "torch.distributed._local_tensor:_set_rng_state",
     "torch.distributed._local_tensor:enabled_local_tensor_mode",
     "torch.distributed._local_tensor:maybe_run_for_local_tensor",
+    "torch.distributed.device_mesh:DeviceMesh._is_current_rank_part_of_mesh",
     "torch.distributed.device_mesh:DeviceMesh._sym_get_coordinate",
     "torch.distributed.device_mesh:_get_device_handle",
     "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",

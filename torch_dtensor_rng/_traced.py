@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _random
@@ -23,9 +24,17 @@ from ._draw import draw
 from ._ops import TABLE, RandomOp
 
 NAMESPACE = "torch_dtensor_rng"
-_LAYOUT = "int[] ranks, int[] strides, int[] sizes, int[] weights, int num_shards, SymInt step, SymInt end"
+_LAYOUT = {
+    "ranks": "int[]",
+    "strides": "int[]",
+    "sizes": "int[]",
+    "weights": "int[]",
+    "num_shards": "int",
+    "step": "SymInt",
+    "end": "SymInt",
+}
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library = Library(NAMESPACE, "FRAGMENT")
 
 
 def _name(row: RandomOp) -> str:
@@ -37,8 +46,9 @@ def _schema(row: RandomOp) -> str:
     functionalisation asks of a custom op, and ``from`` gets a name that graph code can write."""
     arguments, returns = re.fullmatch(r"[^(]*\((.*)\) -> (.*)", str(row.op._schema)).groups()  # type: ignore[union-attr]
     arguments = re.sub(r"\bfrom\b", "from_", arguments)
-    layout = _LAYOUT if "*, " in arguments else f"*, {_LAYOUT}"
-    return f"{_name(row)}({arguments}, {layout}) -> {'()' if row.in_place else returns}"
+    star = "" if "*, " in arguments else "*, "
+    layout = ", ".join(f"{kind} {name}" for name, kind in _LAYOUT.items())
+    return f"{_name(row)}({arguments}, {star}{layout}) -> {'()' if row.in_place else returns}"
 
 
 def _define(row: RandomOp) -> None:
@@ -59,24 +69,14 @@ def _define(row: RandomOp) -> None:
         out = draw(row, plan, local, args, kwargs)
         return None if row.in_place else out
 
-    def fake(
-        local: torch.Tensor,
-        *args: Any,
-        ranks: list[int],
-        strides: list[int],
-        sizes: list[int],
-        weights: list[int],
-        num_shards: int,
-        step: int,
-        end: int,
-        **kwargs: Any,
-    ) -> Any:
+    def fake(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if name not in _LAYOUT}
         return None if row.in_place else row.call(local, *args, **kwargs)
 
     # The tag keeps the partitioner from drawing once more in the backward graph.
     _library.define(_schema(row), tags=(torch.Tag.nondeterministic_seeded,))
     _library.impl(_name(row), run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_name(row)}", fake, lib=_library)
+    register_fake(f"{NAMESPACE}::{_name(row)}", fake, lib=_library)
 
 
 for _row in TABLE:

@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 import torch.distributed.tensor._random as torch_random
+from conftest import IN_TREE
 from test_semantics import OPS, takes_generator
 from torch.distributed.tensor import Replicate, Shard, empty
 from torch.distributed.tensor.placement_types import _StridedShard
-from worlds import as_rank, default_generator, each_rank, in_tree
+from worlds import as_rank, default_generator, each_rank
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(in_tree(), reason="compares with torch's own file")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(IN_TREE, reason="compares with torch's own file")]
 
 TORCHS_OPS = ["uniform_", "normal_", "bernoulli_", "bernoulli", "native_dropout", "rand_like", "randn_like"]
 TORCHS_OPS += ["randint_like", "randint_like_low"]
@@ -43,7 +44,6 @@ def two_draws(op, shape, placements, generator):
     """Two ops in a row on this rank: the values of each, and the offset after each."""
 
     def on_rank(rank, mesh):
-        torch_random._rng_tracker = torch_random._rng_tracker if _installed() else None
         torch.manual_seed(99)
         passed = torch.Generator("cuda").manual_seed(99) if generator else None
         source = passed or default_generator("cuda")
@@ -57,18 +57,16 @@ def two_draws(op, shape, placements, generator):
     return on_rank
 
 
-def _installed():
-    return torch_random.OffsetBasedRNGTracker.__module__ != "torch.distributed.tensor._random"
-
-
 def ours_and_torchs(name, case, generator):
     import torch_dtensor_rng as tdr
 
+    if generator and not takes_generator(name):
+        pytest.skip("takes no generator")
     mesh_shape, placements, shape = case
+    torch_random._rng_tracker = None  # torch's own is made at its first op
     # rand_like(generator=) and its kin have no sharding rule in torch: theirs is what the default generator draws.
     theirs_too = generator and name in ("uniform_", "normal_", "bernoulli_", "bernoulli")
     theirs = each_rank(mesh_shape, two_draws(OPS[name], shape, placements, theirs_too), "cuda")
-    torch_random._rng_tracker = None
     with tdr.install():
         ours = each_rank(mesh_shape, two_draws(OPS[name], shape, placements, generator), "cuda")
     return ours, theirs
@@ -78,8 +76,6 @@ def ours_and_torchs(name, case, generator):
 @pytest.mark.parametrize("case", APART)
 @pytest.mark.parametrize("name", TORCHS_OPS)
 def test_values_and_end_offsets_are_torchs(name, case, generator):
-    if generator and not takes_generator(name):
-        pytest.skip("takes no generator")
     ours, theirs = ours_and_torchs(name, APART[case], generator)
     for (drawn, ends), (their_drawn, their_ends) in zip(ours, theirs):
         assert ends == their_ends
@@ -90,8 +86,6 @@ def test_values_and_end_offsets_are_torchs(name, case, generator):
 @pytest.mark.parametrize("case", PAST_THE_END)
 @pytest.mark.parametrize("name", TORCHS_OPS)
 def test_end_offsets_are_torchs_where_its_ops_overlap(name, case, generator):
-    if generator and not takes_generator(name):
-        pytest.skip("takes no generator")
     ours, theirs = ours_and_torchs(name, PAST_THE_END[case], generator)
     assert [ends for _, ends in ours] == [ends for _, ends in theirs]
     assert all(map(torch.equal, ours[0][0], theirs[0][0])), "the first shard starts where torch's does"
