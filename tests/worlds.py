@@ -55,6 +55,9 @@ def _process(
         results.put((rank, fn(rank, *args), None))
         dist.barrier()
         dist.destroy_process_group()
+        results.close()
+        results.join_thread()
+        os._exit(0)  # as the demonstration does
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
         raise

@@ -410,6 +410,10 @@ def _process(rank: int, nproc: int, device_type: str, backend: str, store: str, 
         print(render(reports), flush=True)
         answer.put(failures(reports))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Gloo's threads may still hold tensors, and abort a Python that is shutting down (PyTorch pull request 179291).
+    os._exit(0)
 
 
 def run(nproc: int, device_type: str, backend: str, process: Callable[..., None] = _process) -> int:
