@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import IN_TREE
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import as_rank, default_generator, each_rank
+
+aten = torch.ops.aten
 
 # name -> op(x, generator or None); each returns the drawn DTensor.
 OPS: dict[str, Any] = {
@@ -32,8 +35,44 @@ OPS: dict[str, Any] = {
     "log_normal_": lambda x, g: x.log_normal_(generator=g),
     "cauchy_": lambda x, g: x.cauchy_(generator=g),
     "bernoulli_p": lambda x, g: torch.bernoulli(x, 0.5, generator=g),
+    "uniform": lambda x, g: aten.uniform.default(x, -1.0, 3.0, generator=g),
+    "normal_functional": lambda x, g: aten.normal_functional.default(x, 1.0, 2.0, generator=g),
+    "log_normal": lambda x, g: aten.log_normal.default(x, generator=g),
+    "exponential": lambda x, g: aten.exponential.default(x, generator=g),
+    "cauchy": lambda x, g: aten.cauchy.default(x, generator=g),
+    "geometric": lambda x, g: aten.geometric.default(x, 0.01, generator=g),
+    "random": lambda x, g: aten.random.default(x, generator=g),
+    "random.to": lambda x, g: aten.random.to(x, 1000, generator=g),
+    "random.from": lambda x, g: getattr(aten.random, "from")(x, 3, 1000, generator=g),
+    "poisson": lambda x, g: torch.poisson(x.fill_(50.0), generator=g),
+    "binomial": lambda x, g: torch.binomial(x.fill_(1000.0), torch.full_like(x, 0.3), generator=g),
+    "_standard_gamma": lambda x, g: torch._standard_gamma(x.fill_(2.0), generator=g),
+    "_sample_dirichlet": lambda x, g: torch._sample_dirichlet(x.fill_(2.0), generator=g),
+    "multinomial": lambda x, g: torch.multinomial(x.fill_(1.0), x.shape[-1], generator=g),
+    "multinomial_with": lambda x, g: torch.multinomial(x.fill_(1.0), x.shape[-1], True, generator=g),
+    "rrelu_with_noise": lambda x, g: aten.rrelu_with_noise(x.fill_(-1.0), torch.empty_like(x), 0.1, 0.9, True, g),
+    "rrelu_with_noise_": lambda x, g: aten.rrelu_with_noise_(x.fill_(-1.0), torch.empty_like(x), 0.1, 0.9, True, g),
+    "rrelu_with_noise_functional": lambda x, g: aten.rrelu_with_noise_functional(
+        x.fill_(-1.0), torch.empty_like(x), 0.1, 0.9, True, g
+    )[0],
+    "normal_tensors": lambda x, g: torch.normal(x.fill_(1.0), torch.full_like(x, 2.0), generator=g),
+    "normal_mean_tensor": lambda x, g: torch.normal(x.fill_(1.0), 2.0, generator=g),
+    "normal_std_tensor": lambda x, g: torch.normal(1.0, x.fill_(2.0), generator=g),
+    "bernoulli_tensor_": lambda x, g: x.bernoulli_(torch.full_like(x, 0.5), generator=g),
+    "bernoulli_tensor": lambda x, g: aten.bernoulli.Tensor(x, torch.full_like(x, 0.5), generator=g),
+    "randint_like_tensor": lambda x, g: (
+        torch.randint_like(x, torch.tensor(1000))
+        if g is None
+        else torch.randint_like(x, torch.tensor(1000), generator=g)
+    ),
+    "dropout": lambda x, g: F.dropout(x.fill_(1.0)),
+    "alpha_dropout": lambda x, g: F.alpha_dropout(x.fill_(1.0), 0.5, True),
+    "rrelu": lambda x, g: torch.rrelu(x.fill_(-1.0), 0.1, 0.9, True, g),
+    "gumbel_softmax": lambda x, g: F.gumbel_softmax(x.fill_(1.0)),
 }
-TAKE_NO_GENERATOR = {"native_dropout"}
+TAKE_NO_GENERATOR = {"native_dropout", "dropout", "alpha_dropout", "gumbel_softmax"}
+# These look at a whole row at once, and so leave the last dim of what they return whole.
+OF_ROWS = {"_sample_dirichlet", "multinomial", "multinomial_with", "gumbel_softmax"}
 # Those that torch's own dispatch takes for random, and has a sharding rule for, on all of torch 2.11 to 2.15.
 IN_TREE_OPS = ["uniform_", "normal_", "bernoulli_", "bernoulli", "native_dropout", "rand_like", "randn_like"]
 IN_TREE_OPS += ["randint_like", "randint_like_low"]
@@ -57,6 +96,13 @@ def takes_generator(name: str) -> bool:
     return name not in (IN_TREE_TAKE_NO_GENERATOR if IN_TREE else TAKE_NO_GENERATOR)
 
 
+def placed(name: str, placements: Any, ndim: int = 2) -> tuple[Any, ...]:
+    """The placements of what the op returns."""
+    if name not in OF_ROWS:
+        return tuple(placements)
+    return tuple(Replicate() if one == Shard(ndim - 1) else one for one in placements)
+
+
 def shard_key(mesh: Any, placements: Any) -> tuple[int, ...]:
     """The coordinates that tell shards apart, and replicas not."""
     return tuple(c for c, placement in zip(mesh.get_coordinate(), placements) if isinstance(placement, Shard))
@@ -70,6 +116,7 @@ def state(generator: torch.Generator) -> bytes:
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_replicas_and_states(name, case, device, installed):
     mesh_shape, placements, shape = CASES[case]
+    placements = placed(name, placements)  # a fake process group gathers nothing
     op = OPS[name]
 
     def on_rank(rank, mesh):
@@ -78,7 +125,7 @@ def test_shards_replicas_and_states(name, case, device, installed):
         default = default_generator(device)
         seeded = state(default)
         out = op(x, None)
-        assert isinstance(out, DTensor) and out.shape == shape and out.placements == tuple(placements)
+        assert isinstance(out, DTensor) and out.shape == shape and out.placements == placements
         first = out.to_local().clone()
         after_first = state(default)
         second = op(x, None).to_local().clone()
@@ -300,7 +347,7 @@ def test_a_generator_of_another_device_type_is_refused(device, installed):
 def test_no_communication(name, device, installed):
     mesh = as_rank(1, (2, 2), device)
     with CommDebugMode() as comms:
-        OPS[name](empty(16, 6, device_mesh=mesh, placements=[Shard(0), Shard(1)]), None)
+        OPS[name](empty(16, 6, device_mesh=mesh, placements=placed(name, [Shard(0), Shard(1)])), None)
     assert comms.get_total_counts() == 0
 
 

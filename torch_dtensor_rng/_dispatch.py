@@ -6,6 +6,7 @@ generator to the place where every rank ends. Nothing here communicates, except 
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,16 @@ import torch.distributed.tensor._random as torch_random
 from torch._C import _len_torch_dispatch_stack
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed._local_tensor import LocalTensor, enabled_local_tensor_mode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 from . import _random, _traced
 from ._draw import draw
-from ._ops import TABLE, RandomOp
+from ._ops import TABLE, Placed, RandomOp
+
+aten = torch.ops.aten
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _OutputCache = dict[Any, tuple[DTensorSpec, ...]]
@@ -43,25 +47,45 @@ class _Known:
         self.outputs: _OutputCache = {}
 
 
-_known: dict[int, _Known] = {}
+# By how far apart shards have to be at least, as a plan depends on it; then by the id of the spec.
+_known: dict[int, dict[int, _Known]] = {}
 _KNOWN_SPECS = 4096
 _KNOWN_OUTPUTS = 64
 
 
 def forget() -> None:
     """Forgets every spec."""
-    _known.clear()
+    for known_specs in _known.values():
+        known_specs.clear()
 
 
 def make_handler(row: RandomOp) -> Handler:
     """The function that torch's dispatch calls for ``row``, with the op, its arguments and keyword arguments."""
+    if row.placed is Placed.TORCH_RULE:
+        return functools.partial(_run_by_torch_rule, row)
+    generator_at = _positional_generator(row)
+    if row.placed is Placed.ROWS or row.tensors > 1 or generator_at is not None or row.values > 1:
+        return functools.partial(_run_any, row, generator_at)
+    return _quick_handler(row)
+
+
+def _positional_generator(row: RandomOp) -> int | None:
+    """Where in the op's arguments the generator is, unless it is a keyword."""
+    for position, argument in enumerate(row.op._schema.arguments):
+        if argument.name == "generator" and not argument.kwarg_only:
+            return position
+    return None
+
+
+def _quick_handler(row: RandomOp) -> Handler:
     in_place = row.in_place
+    known_specs = _known.setdefault(row.least_span, {})
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0]
         spec = x._spec
         local = x._local_tensor
-        known = _known.get(id(spec))
+        known = known_specs.get(id(spec))
         tracker = torch_random._rng_tracker
         if (
             known is None
@@ -84,7 +108,21 @@ def make_handler(row: RandomOp) -> Handler:
     return handler
 
 
-HANDLERS: dict[Any, Handler] = {row.op: make_handler(row) for row in TABLE}
+def _run_any(row: RandomOp, generator_at: int | None, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if generator_at is not None and len(args) > generator_at:
+        kwargs = {**kwargs, "generator": args[generator_at]}
+        args = args[:generator_at]
+    if not isinstance(args[0], DTensor):
+        raise mixed(row.op)
+    return _run(row, args[0], args[1:], kwargs)
+
+
+def mixed(op: Any) -> RuntimeError:
+    """The error, in torch's words, for a plain tensor where a DTensor is needed."""
+    return RuntimeError(
+        f"{op}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling "
+        "distributed operators!"
+    )
 
 
 def _regions_enabled() -> bool:
@@ -96,14 +134,22 @@ def _is_partial(spec: DTensorSpec) -> bool:
     return any(placement.is_partial() for placement in spec.placements)
 
 
-def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any call: the first of a spec, and those that the quick path does not serve."""
-    spec, local = x._spec, x._local_tensor
-    if row.in_place and _is_partial(spec):
+def check_in_place(op: Any, x: DTensor) -> None:
+    """Raises RuntimeError for a draw into a DTensor with a ``Partial`` placement."""
+    if _is_partial(x._spec):
         raise RuntimeError(
-            f"{row.op}: cannot draw in place into a DTensor with a Partial placement, found {spec.placements}: its "
+            f"{op}: cannot draw in place into a DTensor with a Partial placement, found {x._spec.placements}: its "
             "ranks hold terms of a reduction, not values. Redistribute it to Replicate or Shard first."
         )
+
+
+def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any call: the first of a spec, and those that the quick path does not serve."""
+    if row.in_place:
+        check_in_place(row.op, x)
+    if row.placed is Placed.ROWS:
+        x = _with_whole_rows(x)
+    spec, local = x._spec, x._local_tensor
     if not spec.mesh._is_current_rank_part_of_mesh():
         return _on_other_rank(row, x, args, kwargs)
     if row.reads_input and _is_partial(spec):
@@ -112,16 +158,70 @@ def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
     if kwargs.get("device") is not None:
         # The draw is made on that device, by its generator; the input only lends its layout.
         local = torch.empty_like(local, device=kwargs["device"])
-    if row.in_place:
-        _on_local(row, spec, local, args, kwargs)
-        return x
-    specs = _output_specs(row, spec, args, kwargs, None)
-    return _wrap(_on_local(row, spec, local, args, kwargs), specs)
+    specs = () if row.in_place else _output_specs(row, spec, args, kwargs, None)
+    if row.tensors > 1:
+        args = tuple(
+            _aligned(row, position, other, spec, local) if position < row.tensors else other
+            for position, other in enumerate(args, start=1)
+        )
+    out = _on_local(row, spec.mesh, _layout_of(row, spec), local, args, kwargs)
+    if row.tensors == 1 and row.placed is Placed.LIKE_INPUT:
+        _remember(row, spec, local)
+    return x if row.in_place else _wrap(out, specs)
+
+
+def _layout_of(row: RandomOp, spec: DTensorSpec) -> _random._ShardLayout:
+    return _random._layout_for(spec, row.values, row.least_span)
+
+
+def _remember(row: RandomOp, spec: DTensorSpec, local: torch.Tensor) -> None:
+    if local.is_meta or type(local) is not torch.Tensor or _is_partial(spec) or _are_we_tracing():
+        return
+    known_specs = _known.setdefault(row.least_span, {})
+    if len(known_specs) >= _KNOWN_SPECS:
+        known_specs.clear()
+    known_specs[id(spec)] = _Known(spec, _layout_of(row, spec).plan(_random._coordinate(spec.mesh)))
+
+
+def _with_whole_rows(x: DTensor) -> DTensor:
+    """``x`` with nothing but its leading dims sharded, as an op needs that looks at a whole row at once."""
+    rows = x._spec.ndim - 1
+    placements = tuple(
+        Replicate() if one.is_partial() or getattr(one, "dim", None) == rows else one for one in x._spec.placements
+    )
+    return x if placements == x._spec.placements else x.redistribute(placements=placements)
+
+
+def _aligned(row: RandomOp, position: int, other: Any, spec: DTensorSpec, local: torch.Tensor) -> torch.Tensor:
+    """The local part of a further tensor argument, brought to the first one's sizes and placements."""
+    if isinstance(other, DTensor) and other._spec.placements == spec.placements and other._spec.mesh == spec.mesh:
+        if other._spec.shape == spec.shape:
+            return other._local_tensor
+    argument = row.op._schema.arguments[position]
+    if argument.is_write:
+        raise RuntimeError(
+            f"{row.op}: argument '{argument.name}' is written, and so has to be laid out like the first one, of shape "
+            f"{tuple(spec.shape)} and placements {spec.placements}, found "
+            f"{tuple(other.shape)} and {other.placements if isinstance(other, DTensor) else 'a torch.Tensor'}."
+        )
+    if not isinstance(other, torch.Tensor):
+        raise TypeError(
+            f"{row.op}: argument '{argument.name}' (position {position + 1}) must be Tensor, not {type(other).__name__}"
+        )
+    meta = TensorMeta(spec.shape, spec.tensor_meta.stride, other.dtype)  # type: ignore[union-attr]
+    like = DTensor(torch.empty_like(local, dtype=other.dtype), _spec_like(spec, meta), requires_grad=False)  # type: ignore[call-arg]
+    return aten.copy_.default(like, other)._local_tensor
 
 
 def _on_local(
-    row: RandomOp, spec: DTensorSpec, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    row: RandomOp,
+    mesh: DeviceMesh,
+    layout: _random._ShardLayout,
+    local: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
+    """The op on local tensors, at the place of this rank's shard."""
     if local.is_meta or not _regions_enabled():
         return row.call(local, *args, **kwargs)
     generator = kwargs.get("generator")
@@ -130,16 +230,44 @@ def _on_local(
     mode = enabled_local_tensor_mode() if isinstance(local, LocalTensor) else None
     if mode is not None and mode._per_rank_rng_states:
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
-        with _random._local_tensor_region(mode, spec, generator, local.device):
+        with _random._local_tensor_region(mode, mesh, layout, generator, local.device):
             return row.call(local, *args, **kwargs)
     if _are_we_tracing():
-        return _traced.call(row, spec, local, args, kwargs)
-    plan = _random._plan_for(spec)
-    if not _is_partial(spec):
-        if len(_known) >= _KNOWN_SPECS:
-            _known.clear()
-        _known[id(spec)] = _Known(spec, plan)
-    return draw(row, plan, local, args, kwargs)
+        return _traced.call(row, mesh, layout, local, args, kwargs)
+    return draw(row, layout.plan(_random._coordinate(mesh)), local, args, kwargs)
+
+
+def _run_by_torch_rule(row: RandomOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attention: torch's own rule says how the inputs and outputs are placed; the dropout of each shard of the batch and
+    the heads is drawn at its own place."""
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    dispatcher.sharding_propagator.propagate(info)
+    sharding = info.output_sharding
+    if sharding is None or not isinstance(sharding.output_spec, tuple):
+        raise AssertionError("attention has several outputs")
+    mesh = info.compute_mesh
+    named = dict(zip((one.name for one in op._schema.arguments), args)) | kwargs
+    if not named.get("dropout_p") or not mesh._is_current_rank_part_of_mesh():
+        results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+        return dispatcher.wrap(results, sharding.output_spec)
+    if sharding.needs_redistribute:
+        if sharding.redistribute_schema is None:
+            raise AssertionError("torch's rule says how to redistribute")
+        dispatcher.redistribute_local_args(
+            info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
+        )
+    local, *others = info.local_args
+    layout = _attention_layout(sharding.output_spec[0], named["query"].shape, named["key"].shape)
+    results = _on_local(row, mesh, layout, local, tuple(others), info.local_kwargs)  # type: ignore[arg-type]
+    return dispatcher.wrap(results, sharding.output_spec)
+
+
+def _attention_layout(out: DTensorSpec, query: torch.Size, key: torch.Size) -> _random._ShardLayout:
+    """One value for each score of each head of each sample, or as many as the flash kernel takes for a head at least
+    (ATen/native/transformers/cuda/flash_attn/flash_api.cpp)."""
+    scores = query[-2] * key[-2]
+    return _random._layout((*query[:-2], max(scores, 32)), out.placements, out.mesh.shape)
 
 
 def _spec_like(spec: DTensorSpec, tensor_meta: TensorMeta | None) -> DTensorSpec:
@@ -164,7 +292,13 @@ def _output_specs(
     meta = spec.tensor_meta
     if meta is None:
         raise AssertionError("the spec of a DTensor has its tensor_meta")
-    outs = row.call(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta"), *args, **kwargs)
+    if row.tensors > 1:
+        args = tuple(
+            torch.empty(one.shape, dtype=one.dtype, device="meta") if isinstance(one, torch.Tensor) else one
+            for one in args
+        )
+    like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    outs = (row.meta or row.call)(like, *args, **kwargs)
     if isinstance(outs, torch.Tensor):
         outs = (outs,)
     specs = tuple(_spec_like(spec, TensorMeta(out.shape, out.stride(), out.dtype)) for out in outs)
@@ -188,3 +322,6 @@ def _on_other_rank(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dic
     specs = _output_specs(row, x._spec, args, kwargs, None)
     outs = tuple(x._local_tensor.new_empty(0, dtype=spec.tensor_meta.dtype) for spec in specs)  # type: ignore[union-attr]
     return _wrap(outs if len(outs) > 1 else outs[0], specs)
+
+
+HANDLERS: dict[Any, Handler] = {row.op: make_handler(row) for row in TABLE}

@@ -12,7 +12,7 @@ import torch.distributed.tensor._dispatch as torch_dispatch
 import torch.distributed.tensor._random as torch_random
 from torch.distributed.tensor import DTensor
 
-from . import _dispatch, _factories, _random, _traced, _trunc_normal
+from . import _composed, _dispatch, _factories, _random, _traced, _trunc_normal
 
 POLICIES = ("offset",)
 _MISSING = object()
@@ -40,7 +40,7 @@ class Installation:
 
     def _put_in(self) -> None:
         handlers = DTensor._op_dispatcher._custom_op_handlers
-        for op, handler in _dispatch.HANDLERS.items():
+        for op, handler in (_dispatch.HANDLERS | _composed.HANDLERS).items():
             self._set(handlers, op, handler)
         self._set(torch_random, "OffsetBasedRNGTracker", _random.OffsetBasedRNGTracker)
         tracker = _AnyDeviceTracker()

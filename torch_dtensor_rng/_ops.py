@@ -1,11 +1,26 @@
-"""The random ops that the package handles, as data: one row an op overload."""
+"""The random ops of aten, as data: which the package handles and how, which it refuses, and which are not its matter.
+
+Adding an op is adding a row. A test walks the overloads of the running torch that are tagged ``nondeterministic_seeded``
+and fails on any that is in none of the tables here.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+
+class Placed(Enum):
+    """How the outputs of an op are placed. What the op draws follows from the sizes of the shards so placed."""
+
+    LIKE_INPUT = "like its input"
+    ROWS = "like its input, whose last dim is made whole first"
+    TORCH_RULE = "by torch's own sharding rule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,21 +29,46 @@ class RandomOp:
 
     Attributes:
         overload: the name below ``torch.ops.aten``.
-        call: the public function that runs this overload on a plain tensor, with the same arguments, and with a
+        call: the public function that runs this overload on plain tensors, with the same arguments, and with a
             ``generator=`` of the tensor's device, if only on the CPU.
-        in_place: draws into its first argument and returns it; else it returns new tensors laid out like it.
+        in_place: draws into its first argument and returns it; else it returns new tensors.
         reads_input: what it draws depends on the values of its first argument, so a ``Partial`` one is reduced first.
+        placed: how its outputs are placed.
+        tensors: how many of its first arguments are tensors. The others are brought to the first one's placements.
+        least_span: the Philox offset span that the local call can touch however few values it draws. It touches the
+            larger of this and of what a stock kernel touches for as many values (``_random._philox_consumption``).
+        values: how many values it draws at most for an element of its first argument.
+        meta: what to run on meta tensors to learn its outputs, where torch has no such kernel for it.
+        exact: whether its numbers can be those of one device (policy ``single_device``). Not where its parameters are
+            tensors or its kernel lays the stream out by the local shape.
     """
 
     overload: str
     call: Callable[..., Any]
     in_place: bool = False
     reads_input: bool = False
+    placed: Placed = Placed.LIKE_INPUT
+    tensors: int = 1
+    values: int = 1
+    least_span: int = 0
+    meta: Callable[..., Any] | None = None
+    exact: bool = True
 
     @property
     def op(self) -> OpOverload:
-        packet, _, overload = self.overload.partition(".")
-        return getattr(getattr(torch.ops.aten, packet), overload)
+        return overload(self.overload)
+
+
+def overload(name: str) -> OpOverload:
+    """The overload of that name below ``torch.ops.aten``."""
+    packet, _, one = name.partition(".")
+    return getattr(getattr(aten, packet), one)
+
+
+def exists(name: str) -> bool:
+    """Whether the running torch has the overload."""
+    packet, _, one = name.partition(".")
+    return one in getattr(aten, packet).overloads() if hasattr(aten, packet) else False
 
 
 def _native_dropout(
@@ -44,6 +84,18 @@ def _native_dropout(
     return (input * mask).mul_(0.0 if keep == 0.0 else 1.0 / keep), mask
 
 
+def _like(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+# bernoulli_tensor_cuda_kernel reserves 10 offsets, which the generator rounds up (ATen/native/cuda/Distributions.cu).
+_BERNOULLI_TENSOR = 12
+# Kernels that draw until they accept reserve 10 to 42 offsets, and may read past that (ATen/native/cuda/Distributions.cu).
+_REJECTION = 4096
+# With replacement it advances 4 a row of probabilities (ATen/native/cuda/MultinomialKernel.cu); without, it draws one
+# exponential value for each. As many values as make 4 offsets a probability cover both.
+_MULTINOMIAL = 32
+
 TABLE = (
     RandomOp("uniform_.default", torch.Tensor.uniform_, in_place=True),
     RandomOp("normal_.default", torch.Tensor.normal_, in_place=True),
@@ -55,6 +107,15 @@ TABLE = (
     RandomOp("random_.default", torch.Tensor.random_, in_place=True),
     RandomOp("random_.to", torch.Tensor.random_, in_place=True),
     RandomOp("random_.from", torch.Tensor.random_, in_place=True),
+    RandomOp("uniform.default", aten.uniform.default),
+    RandomOp("normal_functional.default", aten.normal_functional.default),
+    RandomOp("log_normal.default", aten.log_normal.default),
+    RandomOp("exponential.default", aten.exponential.default),
+    RandomOp("cauchy.default", aten.cauchy.default),
+    RandomOp("geometric.default", aten.geometric.default),
+    RandomOp("random.default", aten.random.default),
+    RandomOp("random.to", aten.random.to),
+    RandomOp("random.from", getattr(aten.random, "from")),
     RandomOp("rand_like.default", torch.rand_like),
     RandomOp("rand_like.generator", torch.rand_like),
     RandomOp("randn_like.default", torch.randn_like),
@@ -63,7 +124,229 @@ TABLE = (
     RandomOp("randint_like.generator", torch.randint_like),
     RandomOp("randint_like.low_dtype", torch.randint_like),
     RandomOp("randint_like.low_generator_dtype", torch.randint_like),
-    RandomOp("bernoulli.default", torch.bernoulli, reads_input=True),
     RandomOp("bernoulli.p", torch.bernoulli),
     RandomOp("native_dropout.default", _native_dropout, reads_input=True),
+    RandomOp("bernoulli.default", torch.bernoulli, reads_input=True, least_span=_BERNOULLI_TENSOR, exact=False),
+    RandomOp("poisson.default", torch.poisson, reads_input=True, least_span=_REJECTION, exact=False),
+    RandomOp(
+        "binomial.default",
+        torch.binomial,
+        reads_input=True,
+        tensors=2,
+        least_span=_REJECTION,
+        meta=_like,
+        exact=False,
+    ),
+    RandomOp(
+        "_standard_gamma.default",
+        torch._standard_gamma,
+        reads_input=True,
+        least_span=_REJECTION,
+        meta=_like,
+        exact=False,
+    ),
+    RandomOp(
+        "_sample_dirichlet.default",
+        torch._sample_dirichlet,
+        reads_input=True,
+        placed=Placed.ROWS,
+        least_span=_REJECTION,
+        meta=_like,
+        exact=False,
+    ),
+    RandomOp(
+        "multinomial.default", torch.multinomial, reads_input=True, placed=Placed.ROWS, values=_MULTINOMIAL, exact=False
+    ),
+    RandomOp("rrelu_with_noise.default", aten.rrelu_with_noise.default, reads_input=True, tensors=2, exact=False),
+    RandomOp(
+        "rrelu_with_noise_.default",
+        aten.rrelu_with_noise_.default,
+        in_place=True,
+        reads_input=True,
+        tensors=2,
+        exact=False,
+    ),
+    RandomOp(
+        "rrelu_with_noise_functional.default",
+        aten.rrelu_with_noise_functional.default,
+        reads_input=True,
+        tensors=2,
+        exact=False,
+    ),
+    *(
+        RandomOp(
+            f"{name}.default", getattr(aten, name).default, placed=Placed.TORCH_RULE, reads_input=True, exact=False
+        )
+        for name in (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+        )
+    ),
 )
+
+# Made of other ops on DTensors, the random ones of which are rows of the table (_composed.py).
+COMPOSED = (
+    "normal.Tensor_Tensor",
+    "normal.Tensor_float",
+    "normal.float_Tensor",
+    "bernoulli.Tensor",
+    "bernoulli_.Tensor",
+    "randint_like.Tensor",
+    "randint_like.Tensor_generator",
+)
+
+# Torch itself makes these of other ops before a DTensor sees them; under inference_mode the package does.
+DECOMPOSED = (
+    "alpha_dropout.default",
+    "alpha_dropout_.default",
+    "dropout.default",
+    "dropout_.default",
+    "feature_alpha_dropout.default",
+    "feature_alpha_dropout_.default",
+    "feature_dropout.default",
+    "feature_dropout_.default",
+    "rrelu.default",
+    "rrelu_.default",
+    "scaled_dot_product_attention.default",
+    "_scaled_dot_product_attention_math.default",
+)
+
+_OUT = "call it without out=, and copy_() what it returns into the tensor"
+_FILL = (
+    "fill the tensor in place with uniform_(), normal_() or random_(), or draw it anew with torch_dtensor_rng's {}()"
+)
+_ATTENTION = "use torch.nn.functional.scaled_dot_product_attention"
+
+# What raises on a DTensor, and the way out that the error names.
+REFUSED = {
+    **dict.fromkeys(
+        (
+            "bernoulli.Tensor_out",
+            "bernoulli.float_out",
+            "bernoulli.out",
+            "binomial.out",
+            "cauchy.out",
+            "exponential.out",
+            "geometric.out",
+            "log_normal.out",
+            "multinomial.out",
+            "native_dropout.out",
+            "normal.Tensor_Tensor_out",
+            "normal.Tensor_float_out",
+            "normal.float_Tensor_out",
+            "normal.out",
+            "poisson.out",
+            "rand_like.generator_out",
+            "rand_like.out",
+            "randint_like.Tensor_generator_out",
+            "randint_like.Tensor_out",
+            "randint_like.generator_out",
+            "randint_like.low_dtype_out",
+            "randint_like.low_generator_dtype_out",
+            "randint_like.out",
+            "randn_like.generator_out",
+            "randn_like.out",
+            "random.from_out",
+            "random.out",
+            "random.to_out",
+            "rrelu_with_noise.out",
+            "uniform.out",
+            "_sample_dirichlet.out",
+            "_standard_gamma.out",
+        ),
+        _OUT,
+    ),
+    **dict.fromkeys(
+        ("rand.generator_out", "rand.out", "rand.generator_with_names_out", "rand.names_out"), _FILL.format("rand")
+    ),
+    **dict.fromkeys(
+        ("randn.generator_out", "randn.out", "randn.generator_with_names_out", "randn.names_out"), _FILL.format("randn")
+    ),
+    **dict.fromkeys(
+        ("randint.generator_out", "randint.low_generator_out", "randint.low_out", "randint.out"),
+        _FILL.format("randint"),
+    ),
+    "normal.float_float_out": _FILL.format("normal"),
+    **dict.fromkeys(("randperm.generator_out", "randperm.out"), "draw it anew with torch_dtensor_rng.randperm()"),
+    **dict.fromkeys(("_fused_dropout.default", "_fused_dropout.out"), "use torch.nn.functional.dropout"),
+    **dict.fromkeys(
+        (
+            "_flash_attention_forward.default",
+            "_flash_attention_forward.quantized",
+            "_flash_attention_forward_no_dropout_inplace.default",
+            "_cudnn_attention_forward.default",
+            "_cudnn_attention_forward_no_dropout_inplace.default",
+            "_efficient_attention_forward.default",
+            "_scaled_dot_product_flash_attention.quantized",
+            "_scaled_dot_product_fused_attention_overrideable.default",
+            "_triton_scaled_dot_attention.default",
+            "_triton_scaled_dot_attention.out",
+        ),
+        _ATTENTION,
+    ),
+    "_fill_mem_eff_dropout_mask_.default": "draw a mask with bernoulli_()",
+    "_scaled_dot_product_flash_attention_for_cpu.default": (
+        "choose the math path: with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+    ),
+}
+
+_NO_TENSOR = "takes no tensor, so no DTensor: torch_dtensor_rng has factories of DTensors"
+_REPLAYS = "draws nothing: it reads the seed and offset that the forward pass has kept"
+_RNN = "a recurrent cell's dropout: DTensor has no sharding rule for the cell"
+
+# What is left to torch, and why.
+OUT_OF_SCOPE = {
+    **dict.fromkeys(
+        (
+            "normal.float_float",
+            "rand.default",
+            "rand.generator",
+            "rand.generator_with_names",
+            "rand.names",
+            "randint.default",
+            "randint.generator",
+            "randint.low",
+            "randint.low_generator",
+            "randn.default",
+            "randn.generator",
+            "randn.generator_with_names",
+            "randn.names",
+            "randperm.default",
+            "randperm.generator",
+        ),
+        _NO_TENSOR,
+    ),
+    **dict.fromkeys(
+        (
+            "_cudnn_attention_backward.default",
+            "_scaled_dot_product_cudnn_attention_backward.default",
+            "_scaled_dot_product_efficient_attention_backward.default",
+        ),
+        _REPLAYS,
+    ),
+    "_fused_sdp_choice.default": "draws nothing: it says which attention kernel fits",
+    **dict.fromkeys(
+        (
+            "_cudnn_rnn.default",
+            "_cudnn_rnn.out",
+            "gru.data",
+            "gru.input",
+            "lstm.data",
+            "lstm.input",
+            "miopen_rnn.default",
+            "miopen_rnn.out",
+            "rnn_relu.data",
+            "rnn_relu.input",
+            "rnn_tanh.data",
+            "rnn_tanh.input",
+        ),
+        _RNN,
+    ),
+    **dict.fromkeys(("_cudnn_init_dropout_state.default", "_cudnn_init_dropout_state.out"), "makes a cuDNN state"),
+    **dict.fromkeys(
+        ("_lstm_mps.default", "_lstm_mps.out", "_scaled_dot_product_attention_math_for_mps.default"),
+        "MPS has no DTensor",
+    ),
+    "_nested_tensor_softmax_with_shape.default": "nested tensors are no DTensors",
+}

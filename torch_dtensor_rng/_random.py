@@ -292,6 +292,7 @@ def _calc_layout(
     placements: tuple[Placement, ...],
     mesh_shape: tuple[int, ...],
     values_per_element: int = 1,
+    least_span: int = 0,
 ) -> _ShardLayout:
     """Places the shards in the Philox stream.
 
@@ -304,7 +305,12 @@ def _calc_layout(
 
     Args:
         values_per_element: how many real values an element takes (2 for complex dtypes).
+        least_span: the Philox offset span that a local op can touch, however few values it draws.
     """
+
+    def span(numel: int) -> Any:
+        return max(_philox_consumption(numel * values_per_element), least_span)
+
     weights = [0] * len(placements)
     num_shards = 1
     for mesh_dims in reversed(_sharding_mesh_dims(len(shape), placements)):
@@ -317,9 +323,9 @@ def _calc_layout(
     end = _round_up_to_4(math.prod(shape))
     # Torch's step, unless the last shard would pass the end by it; then the true size of the largest shard.
     for first in (math.prod(_first_shard_size(shape, placements, mesh_shape)), largest):
-        step = max(first, _philox_consumption(largest * values_per_element), 4)
+        step = max(first, span(largest), 4)
         layout = _ShardLayout(tuple(weights), num_shards, step, end)
-        last_end = layout.plan(last_coordinate).start + _philox_consumption(last_numel * values_per_element)
+        last_end = layout.plan(last_coordinate).start + _round_up_to_4(span(last_numel))
         if last_end <= end:
             return layout
     return layout._replace(end=last_end)
@@ -328,19 +334,36 @@ def _calc_layout(
 _cached_layout = functools.lru_cache(maxsize=4096)(_calc_layout)
 
 
-def _layout_for(spec: DTensorSpec) -> _ShardLayout:
-    """The layout of a spec; ``spec.mesh`` gives only its shape, so that one entry serves every rank."""
-    dtype = spec.tensor_meta.dtype if spec.tensor_meta is not None else None
-    values_per_element = 2 if dtype is not None and dtype.is_complex else 1
-    key = (tuple(spec.shape), tuple(spec.placements), tuple(spec.mesh.shape), values_per_element)
+def _layout(
+    shape: Sequence[Any],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    values_per_element: int = 1,
+    least_span: int = 0,
+) -> _ShardLayout:
+    """:func:`_calc_layout`, worked out once for plain integers."""
+    key = (tuple(shape), tuple(placements), tuple(mesh_shape), values_per_element, least_span)
     if all(type(size) is int for size in key[0]):
         return _cached_layout(*key)
     return _calc_layout(*key)  # symbolic sizes, while tracing, cannot be hashed
 
 
+def _layout_for(spec: DTensorSpec, values_per_element: int = 1, least_span: int = 0) -> _ShardLayout:
+    """The layout of a spec; ``spec.mesh`` gives only its shape, so that one entry serves every rank."""
+    dtype = spec.tensor_meta.dtype if spec.tensor_meta is not None else None
+    if dtype is not None and dtype.is_complex:
+        values_per_element *= 2
+    return _layout(spec.shape, spec.placements, spec.mesh.shape, values_per_element, least_span)
+
+
+def _coordinate(mesh: DeviceMesh) -> list[Any]:
+    """The coordinate of the calling rank, which is part of ``mesh``."""
+    return [mesh._sym_get_coordinate(i) for i in range(mesh.ndim)]
+
+
 def _plan_for(spec: DTensorSpec) -> _ShardPlan:
     """The plan of a spec on the calling rank, which is part of its mesh."""
-    return _layout_for(spec).plan([spec.mesh._sym_get_coordinate(i) for i in range(spec.mesh.ndim)])
+    return _layout_for(spec).plan(_coordinate(spec.mesh))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -547,17 +570,16 @@ def _rank_region(
 
 @contextlib.contextmanager
 def _local_tensor_region(
-    mode: Any, spec: DTensorSpec, generator: torch.Generator | None, device: torch.device
+    mode: Any, mesh: DeviceMesh, layout: _ShardLayout, generator: torch.Generator | None, device: torch.device
 ) -> Iterator[None]:
     """The region under LocalTensorMode, which runs an op once a simulated rank."""
     from torch.distributed import _local_tensor
 
-    coordinate = [spec.mesh._sym_get_coordinate(i) for i in range(spec.mesh.ndim)]
+    coordinate = _coordinate(mesh)
     states: dict[int, Any] = mode._per_rank_rng_states
     before = dict(states)
     given = None if generator is None else generator.get_state()
     default = _default_generator(device)
-    layout = _layout_for(spec)
     ours = _local_tensor._get_rng_state()
     try:
         with contextlib.ExitStack() as ranks:
@@ -635,7 +657,7 @@ class OffsetBasedRNGTracker(_RNGStateTracker):
         if not spec.mesh._is_current_rank_part_of_mesh():
             return contextlib.nullcontext()
         if (mode := enabled_local_tensor_mode()) is not None and mode._per_rank_rng_states:
-            return _local_tensor_region(mode, spec, generator, device)
+            return _local_tensor_region(mode, spec.mesh, _layout_for(spec), generator, device)
         plan = _plan_for(spec)
         if _are_we_tracing():
             if plan.num_shards > 1 or generator is not None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -71,7 +70,7 @@ def _define(row: RandomOp) -> None:
 
     def fake(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in _LAYOUT}
-        return None if row.in_place else row.call(local, *args, **kwargs)
+        return None if row.in_place else (row.meta or row.call)(local, *args, **kwargs)
 
     # The tag keeps the partitioner from drawing once more in the backward graph.
     _library.define(_schema(row), tags=(torch.Tag.nondeterministic_seeded,))
@@ -110,17 +109,23 @@ def _mesh_geometry(mesh: DeviceMesh, rank: int) -> tuple[tuple[int, ...], tuple[
         return tuple(table.flatten().tolist()), torch.empty(table.shape).stride()
 
 
-def call(row: RandomOp, spec: DTensorSpec, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(
+    row: RandomOp,
+    mesh: DeviceMesh,
+    layout: _random._ShardLayout,
+    local: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """Records ``row`` on a traced local tensor; the generator moves when the graph runs."""
-    layout = _random._layout_for(spec)
-    ranks, strides = _mesh_geometry(spec.mesh, dist.get_rank())
+    ranks, strides = _mesh_geometry(mesh, dist.get_rank())
     return getattr(getattr(torch.ops, NAMESPACE), _name(row))(
         local,
         *args,
         **kwargs,
         ranks=ranks,
         strides=strides,
-        sizes=spec.mesh.shape,
+        sizes=mesh.shape,
         weights=layout.weights,
         num_shards=layout.num_shards,
         step=layout.step,

@@ -1,0 +1,91 @@
+"""Random ops on DTensors that are made of other ops on DTensors, those that torch decomposes, and those that raise.
+
+Whatever draws here is a row of the table; DTensor's own rules place the rest.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from . import _dispatch, _ops
+
+aten = torch.ops.aten
+
+
+def _empty_like(x: DTensor, shape: torch.Size) -> DTensor:
+    """An empty DTensor of ``x``'s dtype and of a shape that ``x`` can be expanded to, placed like ``x``."""
+    if any(one.is_partial() for one in x.placements):
+        x = x.redistribute(placements=[Replicate() if one.is_partial() else one for one in x.placements])
+    if x.shape != shape:
+        x = aten.expand.default(x, shape)
+    return aten.empty_like.default(x, memory_format=torch.contiguous_format)
+
+
+def _normal(mean: Any, std: Any, *, generator: torch.Generator | None = None) -> DTensor:
+    # As normal_impl in ATen/native/DistributionTemplates.h, except that it does not look for a std below zero: on the
+    # whole tensor that would take a collective, and on a rank alone it would leave the others waiting.
+    first = mean if isinstance(mean, DTensor) else std
+    shape = torch.broadcast_shapes(*(one.shape for one in (mean, std) if isinstance(one, torch.Tensor)))
+    out = _empty_like(first, shape)
+    if not isinstance(std, torch.Tensor):
+        out = aten.normal_.default(out, 0.0, std, generator=generator)
+        return aten.add_.Tensor(out, mean)
+    out = aten.mul_.Tensor(aten.normal_.default(out, 0.0, 1.0, generator=generator), std)
+    return aten.add_.Tensor(out, mean) if isinstance(mean, torch.Tensor) else aten.add_.Tensor(out, float(mean))
+
+
+def _bernoulli_(self: Any, p: Any, *, generator: torch.Generator | None = None) -> DTensor:
+    if not isinstance(self, DTensor):
+        raise _dispatch.mixed(aten.bernoulli_.Tensor)
+    _dispatch.check_in_place(aten.bernoulli_.Tensor, self)
+    probabilities = aten.copy_.default(aten.empty_like.default(self, dtype=p.dtype), p)
+    return aten.copy_.default(self, aten.bernoulli.default(probabilities, generator=generator))
+
+
+def _bernoulli(self: Any, p: Any, *, generator: torch.Generator | None = None) -> DTensor:
+    if not isinstance(self, DTensor):
+        raise _dispatch.mixed(aten.bernoulli.Tensor)
+    return _bernoulli_(_empty_like(self, self.shape), p, generator=generator)
+
+
+def _randint_like(self: Any, high: torch.Tensor, **kwargs: Any) -> DTensor:
+    if not isinstance(self, DTensor):
+        raise _dispatch.mixed(aten.randint_like.Tensor)
+    if isinstance(high, DTensor):
+        high = high.full_tensor()
+    return torch.randint_like(self, high.item(), **kwargs)
+
+
+_COMPOSED: dict[str, Callable[..., DTensor]] = {
+    "normal.Tensor_Tensor": _normal,
+    "normal.Tensor_float": _normal,
+    "normal.float_Tensor": _normal,
+    "bernoulli.Tensor": _bernoulli,
+    "bernoulli_.Tensor": _bernoulli_,
+    "randint_like.Tensor": _randint_like,
+    "randint_like.Tensor_generator": _randint_like,
+}
+
+
+def _composed(function: Callable[..., DTensor]) -> _dispatch.Handler:
+    return lambda op, args, kwargs: function(*args, **kwargs)
+
+
+def _decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op.decompose(*args, **kwargs)
+
+
+def _refuse(way_out: str) -> _dispatch.Handler:
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError(f"{op}: this random op is not supported on DTensors; {way_out}.")
+
+    return handler
+
+
+HANDLERS: dict[Any, _dispatch.Handler] = {
+    **{_ops.overload(name): _composed(_COMPOSED[name]) for name in _ops.COMPOSED},
+    **{_ops.overload(name): _decompose for name in _ops.DECOMPOSED},
+    **{_ops.overload(name): _refuse(way_out) for name, way_out in _ops.REFUSED.items() if _ops.exists(name)},
+}
