@@ -15,6 +15,8 @@ FACTORIES = {
     "rand": (lambda size, **kw: tdr.rand(*size, **kw), lambda x: x.uniform_(), torch.float32),
     "randn": (lambda size, **kw: tdr.randn(size, **kw), lambda x: x.normal_(), torch.float32),
     "randint": (lambda size, **kw: tdr.randint(3, 50, size, **kw), lambda x: x.random_(3, 50), torch.int64),
+    "normal": (lambda size, **kw: tdr.normal(2.0, 3.0, size, **kw), lambda x: x.normal_(2.0, 3.0), torch.float32),
+    "bernoulli": (lambda size, **kw: tdr.bernoulli(0.3, size, **kw), lambda x: x.bernoulli_(0.3), torch.float32),
     "torch's rand": (lambda size, **kw: dtensor.rand(*size, **kw), lambda x: x.uniform_(), torch.float32),
     "torch's randn": (lambda size, **kw: dtensor.randn(torch.Size(size), **kw), lambda x: x.normal_(), torch.float32),
 }
@@ -44,6 +46,28 @@ def test_a_factory_is_the_op_on_an_empty_tensor(name, device, installed):
 
     shards = each_rank((3, 2), on_rank, device)
     assert torch.equal(shards[0], shards[1]) and not torch.equal(shards[0], shards[2])
+
+
+@pytest.mark.parametrize("placements", [[Shard(0), Shard(0)], [Replicate(), Shard(0)], [Replicate(), Replicate()]])
+@pytest.mark.parametrize("n", [0, 1, 5, 23])
+def test_randperm_is_the_permutation_of_one_device(n, placements, device, installed):
+    def on_rank(rank, mesh):
+        default = default_generator(device)
+        for generator in (None, torch.Generator(device)):
+            live = default if generator is None else generator
+            live.manual_seed(3)
+            made = tdr.randperm(n, dtype=torch.int32, device_mesh=mesh, placements=placements, generator=generator)
+            end = live.get_state()
+            assert made.dtype == torch.int32 and made.shape == (n,) and made.placements == tuple(placements)
+            live.manual_seed(3)
+            plain = torch.randperm(n, dtype=torch.int32, device=device, generator=generator)
+            assert torch.equal(end, live.get_state())
+        return made.to_local(), plain
+
+    shards = each_rank((2, 3), on_rank, device)
+    distinct = {Shard(0): shards, Replicate(): shards[:3]}[placements[0]]
+    distinct = distinct if placements[1] == Shard(0) else distinct[:1]
+    assert torch.equal(torch.cat([shard for shard, _ in distinct]), shards[0][1])
 
 
 def test_dtype_requires_grad_and_default_placements(device, installed):

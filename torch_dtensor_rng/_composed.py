@@ -26,8 +26,13 @@ def _empty_like(x: DTensor, shape: torch.Size) -> DTensor:
 def _normal(mean: Any, std: Any, *, generator: torch.Generator | None = None) -> DTensor:
     # As normal_impl in ATen/native/DistributionTemplates.h, except that it does not look for a std below zero: on the
     # whole tensor that would take a collective, and on a rank alone it would leave the others waiting.
-    first = mean if isinstance(mean, DTensor) else std
-    shape = torch.broadcast_shapes(*(one.shape for one in (mean, std) if isinstance(one, torch.Tensor)))
+    tensors = [one for one in (mean, std) if isinstance(one, torch.Tensor)]
+    first: Any
+    first, *others = sorted(tensors, key=lambda one: not isinstance(one, DTensor))
+    for other in others:
+        if other.ndim and not isinstance(other, DTensor) and not DTensor._op_dispatcher._allow_implicit_replication:
+            raise _dispatch.mixed(aten.normal.Tensor_Tensor)
+    shape = torch.broadcast_shapes(*(one.shape for one in tensors))
     out = _empty_like(first, shape)
     if not isinstance(std, torch.Tensor):
         out = aten.normal_.default(out, 0.0, std, generator=generator)
@@ -55,7 +60,7 @@ def _randint_like(self: Any, high: torch.Tensor, **kwargs: Any) -> DTensor:
         raise _dispatch.mixed(aten.randint_like.Tensor)
     if isinstance(high, DTensor):
         high = high.full_tensor()
-    return torch.randint_like(self, high.item(), **kwargs)
+    return torch.randint_like(self, int(high), **kwargs)  # type: ignore[return-value]
 
 
 _COMPOSED: dict[str, Callable[..., DTensor]] = {

@@ -194,9 +194,10 @@ def _with_whole_rows(x: DTensor) -> DTensor:
 
 def _aligned(row: RandomOp, position: int, other: Any, spec: DTensorSpec, local: torch.Tensor) -> torch.Tensor:
     """The local part of a further tensor argument, brought to the first one's sizes and placements."""
-    if isinstance(other, DTensor) and other._spec.placements == spec.placements and other._spec.mesh == spec.mesh:
-        if other._spec.shape == spec.shape:
-            return other._local_tensor
+    if isinstance(other, DTensor) and (
+        (other._spec.shape, other._spec.placements, other._spec.mesh) == (spec.shape, spec.placements, spec.mesh)
+    ):
+        return other._local_tensor
     argument = row.op._schema.arguments[position]
     if argument.is_write:
         raise RuntimeError(
@@ -244,8 +245,8 @@ def _run_by_torch_rule(row: RandomOp, op: Any, args: tuple[Any, ...], kwargs: di
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     dispatcher.sharding_propagator.propagate(info)
     sharding = info.output_sharding
-    if sharding is None or not isinstance(sharding.output_spec, tuple):
-        raise AssertionError("attention has several outputs")
+    if sharding is None:
+        raise AssertionError("torch's rule says how the outputs are placed")
     mesh = info.compute_mesh
     named = dict(zip((one.name for one in op._schema.arguments), args)) | kwargs
     if not named.get("dropout_p") or not mesh._is_current_rank_part_of_mesh():
@@ -258,7 +259,8 @@ def _run_by_torch_rule(row: RandomOp, op: Any, args: tuple[Any, ...], kwargs: di
             info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
         )
     local, *others = info.local_args
-    layout = _attention_layout(sharding.output_spec[0], named["query"].shape, named["key"].shape)
+    out: DTensorSpec = sharding.output_spec[0]  # type: ignore[index, assignment]
+    layout = _attention_layout(out, named["query"].shape, named["key"].shape)
     results = _on_local(row, mesh, layout, local, tuple(others), info.local_kwargs)  # type: ignore[arg-type]
     return dispatcher.wrap(results, sharding.output_spec)
 

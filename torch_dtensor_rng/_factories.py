@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed.tensor as dtensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from ._dispatch import HANDLERS
+from ._dispatch import HANDLERS, check_in_place
 
 aten = torch.ops.aten
 _empty: Callable[..., DTensor] = dtensor.empty
@@ -17,12 +17,16 @@ _empty: Callable[..., DTensor] = dtensor.empty
 def _fill(
     op: Any, args: tuple[Any, ...], size: Any, generator: torch.Generator | None, requires_grad: bool, **kwargs: Any
 ) -> DTensor:
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"argument 'generator' must be a torch.Generator, not {type(generator).__name__}")
+    _check_is_generator(generator)
     with torch.no_grad():
         x = _empty(*size, requires_grad=requires_grad, **kwargs)
         HANDLERS[op](op, (x, *args), {} if generator is None else {"generator": generator})
     return x
+
+
+def _check_is_generator(generator: torch.Generator | None) -> None:
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"argument 'generator' must be a torch.Generator, not {type(generator).__name__}")
 
 
 def rand(
@@ -108,3 +112,88 @@ def randint(
         getattr(aten.random_, "from"), (low, high), (size,), generator, requires_grad,
         dtype=torch.int64 if dtype is None else dtype, layout=layout, device_mesh=device_mesh, placements=placements,
     )  # fmt: skip
+
+
+def normal(
+    mean: float,
+    std: float,
+    size: Sequence[int],
+    *,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """A :class:`DTensor` of random numbers from the normal distribution. Other arguments and errors as in
+    :func:`rand`. Does not communicate. With a ``mean`` or ``std`` that is a DTensor, use :func:`torch.normal`.
+
+    Args:
+        mean (float): the mean.
+        std (float): the standard deviation, 0 or more.
+        size (Sequence[int]): the global shape.
+    """
+    return _fill(
+        aten.normal_.default, (mean, std), (size,), generator, requires_grad,
+        dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements,
+    )  # fmt: skip
+
+
+def bernoulli(
+    p: float,
+    size: Sequence[int],
+    *,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """A :class:`DTensor` of zeros and ones, each one with probability ``p``. Other arguments and errors as in
+    :func:`rand`. Does not communicate. With probabilities that are a DTensor, use :func:`torch.bernoulli`.
+
+    Args:
+        p (float): the probability of a one, in ``[0, 1]``.
+        size (Sequence[int]): the global shape.
+
+    Keyword args:
+        dtype (:class:`torch.dtype`): any dtype. Default: :func:`torch.get_default_dtype`.
+    """
+    return _fill(
+        aten.bernoulli_.float, (p,), (size,), generator, requires_grad,
+        dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements,
+    )  # fmt: skip
+
+
+def randperm(
+    n: int,
+    *,
+    requires_grad: bool = False,
+    dtype: torch.dtype = torch.int64,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """A :class:`DTensor` of a random permutation of the integers from ``0`` to ``n - 1``: the one that
+    :func:`torch.randperm` draws on one device, whatever the placements. Every rank draws all of it, and keeps its part.
+    Other arguments and errors as in :func:`rand`. Does not communicate.
+
+    Args:
+        n (int): how many integers, 0 or more.
+
+    Keyword args:
+        dtype (:class:`torch.dtype`): Default: ``torch.int64``.
+    """
+    _check_is_generator(generator)
+    with torch.no_grad():
+        x = _empty(n, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements)
+        check_in_place("randperm", x)
+        mesh = x.device_mesh
+        if mesh._is_current_rank_part_of_mesh():
+            whole = torch.randperm(n, dtype=dtype, device=x._local_tensor.device, generator=generator)
+            everywhere = [Replicate()] * mesh.ndim
+            x = DTensor.from_local(whole, mesh, everywhere, run_check=False).redistribute(placements=x.placements)
+    return x.requires_grad_() if requires_grad else x  # type: ignore[return-value]

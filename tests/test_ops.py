@@ -1,0 +1,352 @@
+"""The tables of ops: nothing that draws is in none of them; further tensor arguments, whole rows, and refusals."""
+
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_disjoint import Sharding, shardings
+from test_semantics import OPS
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, empty
+from torch.distributed.tensor.debug import CommDebugMode
+from worlds import as_rank, default_generator, gloo
+
+import torch_dtensor_rng as tdr
+from torch_dtensor_rng import _composed, _dispatch, _ops
+
+aten = torch.ops.aten
+TABLES = {
+    "the table": [row.overload for row in _ops.TABLE],
+    "composed": _ops.COMPOSED,
+    "decomposed": _ops.DECOMPOSED,
+    "refused": list(_ops.REFUSED),
+    "out of scope": list(_ops.OUT_OF_SCOPE),
+}
+
+
+def tagged_overloads():
+    names = []
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::"):
+            packet, _, one = name.removeprefix("aten::").partition(".")
+            short = f"{packet}.{one or 'default'}"
+            if _ops.exists(short) and torch.Tag.nondeterministic_seeded in _ops.overload(short).tags:
+                names.append(short)
+    return names
+
+
+def test_every_overload_that_draws_is_in_one_table():
+    names = tagged_overloads()
+    assert len(names) > 140
+    found = {name: [table for table, members in TABLES.items() if name in members] for name in names}
+    assert {name: tables for name, tables in found.items() if len(tables) != 1} == {}
+
+
+def test_every_table_has_only_overloads_that_draw():
+    names = set(tagged_overloads())
+    for members in TABLES.values():
+        assert {name for name in members if _ops.exists(name)} <= names
+
+
+def test_every_row_is_drawn_by_the_tests_of_the_promises(installed, monkeypatch):
+    drawn = set()
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for op, handler in [*handlers.items()]:
+        if op in _dispatch.HANDLERS or op in _composed.HANDLERS:
+
+            def spy(op, args, kwargs, handler=handler):
+                drawn.add(op)
+                return handler(op, args, kwargs)
+
+            monkeypatch.setitem(handlers, op, spy)
+    mesh = as_rank(1, (4,))
+    for draw in OPS.values():
+        for generator in (None, torch.Generator()):
+            draw(empty(16, 6, device_mesh=mesh, placements=[Shard(0)]), generator)
+    attention = {row.op for row in _ops.TABLE if row.placed is _ops.Placed.TORCH_RULE}
+    expected = {row.op for row in _ops.TABLE} | {_ops.overload(name) for name in _ops.COMPOSED}
+    assert {str(op) for op in expected - attention - drawn} == set()
+
+
+class RefusalsTest(expecttest.TestCase):
+    def setUp(self):
+        self.addCleanup(dist.destroy_process_group)
+        self.mesh = as_rank(1, (4,))
+        handle = tdr.install()
+        self.addCleanup(handle.uninstall)
+
+    def refused(self, expected, fn, error=NotImplementedError):
+        before = torch.get_rng_state()
+        try:
+            fn()
+        except error as raised:
+            self.assertExpectedInline(str(raised), expected, skip=1)
+        else:
+            self.fail(f"no {error.__name__}")
+        self.assertTrue(torch.equal(before, torch.get_rng_state()))
+
+    def x(self, *placements):
+        return empty(16, 6, device_mesh=self.mesh, placements=placements or [Shard(0)]).fill_(0.5)
+
+    def test_out(self):
+        self.refused(
+            """aten.bernoulli.out: this random op is not supported on DTensors; call it without out=, and copy_() what it returns into the tensor.""",
+            lambda: torch.bernoulli(self.x(), out=self.x()),
+        )
+
+    def test_factory_with_out(self):
+        self.refused(
+            """aten.rand.out: this random op is not supported on DTensors; fill the tensor in place with uniform_(), normal_() or random_(), or draw it anew with torch_dtensor_rng's rand().""",
+            lambda: torch.rand(16, 6, out=self.x()),
+        )
+
+    def test_attention_on_the_cpu(self):
+        q = empty(4, 2, 8, 8, device_mesh=self.mesh, placements=[Shard(0)]).fill_(1)
+        self.refused(
+            """aten._scaled_dot_product_flash_attention_for_cpu.default: this random op is not supported on DTensors; choose the math path: with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).""",
+            lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q),
+        )
+
+    def test_noise_that_is_laid_out_otherwise(self):
+        self.refused(
+            """aten.rrelu_with_noise.default: argument 'noise' is written, and so has to be laid out like the first one, of shape (16, 6) and placements (Shard(dim=0),), found (16, 6) and (Replicate(),).""",
+            lambda: aten.rrelu_with_noise(self.x(), self.x(Replicate()), 0.1, 0.3, True),
+            RuntimeError,
+        )
+
+    def test_noise_for_a_partial_input(self):
+        self.refused(
+            """aten.rrelu_with_noise.default: argument 'noise' is written, and so has to be laid out like the first one, of shape (16, 6) and placements (Replicate(),), found (16, 6) and (Partial(sum),).""",
+            lambda: torch.rrelu(self.x(Partial()), 0.1, 0.3, True),
+            RuntimeError,
+        )
+
+    def test_in_place_into_partial(self):
+        self.refused(
+            """aten.bernoulli_.Tensor: cannot draw in place into a DTensor with a Partial placement, found (Partial(sum),): its ranks hold terms of a reduction, not values. Redistribute it to Replicate or Shard first.""",
+            lambda: self.x(Partial()).bernoulli_(self.x()),
+            RuntimeError,
+        )
+
+    def test_randperm_with_partial(self):
+        self.refused(
+            """randperm: cannot draw in place into a DTensor with a Partial placement, found (Partial(sum),): its ranks hold terms of a reduction, not values. Redistribute it to Replicate or Shard first.""",
+            lambda: tdr.randperm(4, device_mesh=self.mesh, placements=[Partial()]),
+            RuntimeError,
+        )
+
+    def test_mixed(self):
+        for fn, name in (
+            (lambda: torch.normal(self.x(), torch.ones(16, 6)), "normal.Tensor_Tensor"),
+            (lambda: torch.normal(torch.ones(16, 6), self.x()), "normal.Tensor_Tensor"),
+            (lambda: torch.binomial(torch.ones(16, 6), self.x()), "binomial.default"),
+            (lambda: torch.binomial(self.x(), torch.ones(16, 6)), "copy_.default"),
+            (lambda: self.x().bernoulli_(torch.ones(16, 6)), "copy_.default"),
+            (lambda: torch.empty(16, 6).bernoulli_(self.x()), "bernoulli_.Tensor"),
+        ):
+            before = torch.get_rng_state()
+            with self.assertRaisesRegex(RuntimeError, f"aten.{name}:? got mixed torch.Tensor and DTensor"):
+                fn()
+            self.assertTrue(torch.equal(before, torch.get_rng_state()))
+
+
+def test_everything_refused_has_its_refusal(installed):
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for name, way_out in _ops.REFUSED.items():
+        if _ops.exists(name):
+            with pytest.raises(NotImplementedError) as raised:
+                handlers[_ops.overload(name)](_ops.overload(name), (), {})
+            assert str(raised.value).startswith(f"aten.{name}: ") and way_out in str(raised.value)
+
+
+@pytest.mark.parametrize("p", [1.5, -0.1, float("nan")])
+def test_a_bad_probability_leaves_the_generator_where_it_was(p, installed):
+    mesh = as_rank(1, (4,))
+    x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).fill_(1)
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError):
+        torch.bernoulli(x * p)
+    with pytest.raises(RuntimeError):
+        x.bernoulli_(x * p)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# What is drawn is certain, so that it shows which element of an argument met which of the other. Each takes the
+# placements of its arguments.
+CERTAIN = {
+    "normal(mean, std)": lambda at: (
+        torch.normal(at(RAMP, 0), at(torch.zeros(1, 6), 1)),
+        RAMP,
+    ),
+    "normal(mean of a column, std)": lambda at: (
+        torch.normal(at(RAMP[:, :1].clone(), 0), at(torch.zeros(8, 6), 1)),
+        RAMP[:, :1].expand(8, 6),
+    ),
+    "normal(mean, 0.0)": lambda at: (torch.normal(at(RAMP, 0), 0.0), RAMP),
+    "normal(2.0, std)": lambda at: (torch.normal(2.0, at(torch.zeros(8, 6), 0)), torch.full((8, 6), 2.0)),
+    "normal(scalar tensor, std)": lambda at: (
+        torch.normal(torch.tensor(2.0), at(torch.zeros(8, 6), 0)),
+        torch.full((8, 6), 2.0),
+    ),
+    "bernoulli_(p)": lambda at: (at(RAMP, 0, False).bernoulli_(at(RAMP % 2, 1)), RAMP % 2),
+    "bernoulli_(p of a row)": lambda at: (
+        at(RAMP, 0, False).bernoulli_(at(RAMP[:1] % 2, 1)),
+        (RAMP[:1] % 2).expand(8, 6),
+    ),
+    "bernoulli_(scalar tensor)": lambda at: (at(RAMP, 0, False).bernoulli_(torch.tensor(1.0)), torch.ones(8, 6)),
+    "bernoulli(x, p)": lambda at: (aten.bernoulli.Tensor(at(RAMP, 0), at(RAMP % 2, 1)), RAMP % 2),
+    "bernoulli(p)": lambda at: (torch.bernoulli(at(RAMP % 2, 0)), RAMP % 2),
+    "binomial(count, prob)": lambda at: (torch.binomial(at(RAMP, 0), at(RAMP % 2, 1)), RAMP * (RAMP % 2)),
+    "binomial(count, prob of a row)": lambda at: (
+        torch.binomial(at(RAMP, 0), at(RAMP[:1] % 2, 1)),
+        RAMP * (RAMP[:1] % 2),
+    ),
+    "poisson(0)": lambda at: (torch.poisson(at(torch.zeros(8, 6), 0)), torch.zeros(8, 6)),
+    "multinomial(one hot)": lambda at: (
+        torch.multinomial(at(torch.eye(8, 6), 0)[:6], 2, True),
+        torch.arange(6).unsqueeze(1).expand(6, 2),
+    ),
+    "multinomial(one row)": lambda at: (
+        torch.multinomial(at(torch.eye(8, 6), 0)[3], 2, True),
+        torch.tensor([3, 3]),
+    ),
+    "rrelu": lambda at: (torch.rrelu(at(-RAMP, 0, False), 0.5, 0.5, True), -RAMP / 2),
+    "rrelu in evaluation": lambda at: (torch.rrelu(at(-RAMP, 0, False), 0.25, 0.75, False), -RAMP / 2),
+}
+RAMP = torch.arange(48.0).reshape(8, 6)
+SPREAD = {
+    "S0": [Shard(0), Shard(0)],
+    "S1": [Shard(1), Shard(1)],
+    "S0 S1": [Shard(0), Shard(1)],
+    "R S0": [Replicate(), Shard(0)],
+    "R": [Replicate(), Replicate()],
+    "P S1": [Partial(), Shard(1)],
+    "P P": [Partial(), Partial()],
+}
+
+
+def certain(rank, name, first):
+    """Runs the op with its first argument placed by ``first``, and the second one by every placement."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def state():
+        return torch.get_rng_state().numpy().tobytes()
+
+    ends = []
+    with tdr.install():
+        for second in SPREAD.values():
+
+            def at(whole, argument, partial=True, second=second):
+                placements = SPREAD[first] if argument == 0 else second
+                kept = [Replicate() if one.is_partial() else one for one in placements]
+                kept = [Replicate() if getattr(one, "dim", 0) and whole.size(1) == 1 else one for one in kept]
+                x = distribute_tensor(whole, mesh, kept)
+                if partial and kept != placements:  # as a sum over ranks of which one holds the values
+                    for mesh_dim, placement in enumerate(placements):
+                        if placement.is_partial() and mesh.get_coordinate()[mesh_dim]:
+                            x = x * 0
+                    both = [p if p.is_partial() else k for p, k in zip(placements, kept)]
+                    x = DTensor.from_local(x.to_local(), mesh, both, run_check=False, shape=x.shape, stride=x.stride())
+                return x
+
+            torch.manual_seed(0)
+            drawn, expected = CERTAIN[name](at)
+            assert not any(one.is_partial() for one in drawn.placements)
+            assert torch.equal(drawn.full_tensor().to(expected.dtype), expected), (name, first, second, drawn)
+            ends.append(state())
+    return ends
+
+
+def certain_of_all(rank):
+    return {(name, first): certain(rank, name, first) for name in CERTAIN for first in SPREAD}
+
+
+def test_arguments_meet_whatever_their_placements():
+    everywhere = gloo(4, certain_of_all)
+    assert all(ends == everywhere[0] for ends in everywhere), "ranks end in step"
+
+
+def whole_rows(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    seen = {}
+    torch.manual_seed(0)
+    with tdr.install():
+        x = distribute_tensor(torch.rand(8, 6) + 1, mesh, [Shard(0), Shard(1)])
+        for name, draw in {
+            "multinomial": lambda: torch.multinomial(x, 3),
+            "dirichlet": lambda: torch._sample_dirichlet(x),
+        }.items():
+            with CommDebugMode() as comms:
+                out = draw()
+            assert out.placements == (Shard(0), Replicate())
+            seen[name] = (comms.get_total_counts(), out.full_tensor().tolist(), torch.get_rng_state().tolist())
+    return seen
+
+
+def test_a_row_is_made_whole_in_sight():
+    first, *others = gloo(4, whole_rows)
+    assert all(one == first for one in others)
+    assert all(count == 1 for count, _, _ in first.values())
+    rows = torch.tensor(first["dirichlet"][1])
+    torch.testing.assert_close(rows.sum(1), torch.ones(8))
+    assert len({tuple(row) for row in rows.tolist()}) == 8
+
+
+@settings(max_examples=200, deadline=None)
+@given(shardings(), st.sampled_from([(1, 12), (1, 4096), (32, 0)]))
+@example(Sharding((5,), (4,), (Shard(0),)), (1, 12))
+def test_shards_are_as_far_apart_as_the_row_asks(sharding, row):
+    values, least = row
+    layout = _dispatch._random._calc_layout(sharding.shape, sharding.placements, sharding.mesh_shape, values, least)
+    assert layout.step >= least and layout.end >= (layout.num_shards > 0) * least
+    for coordinate in sharding.plans():
+        plan = layout.plan(coordinate)
+        numel = sharding.local_numel(coordinate)
+        # Every launch has at least 256 threads, and each call of 4 values advances 4.
+        span = max(-(-numel * values // 256) if numel else 0, least if numel else 0)
+        assert plan.start % 4 == plan.end % 4 == 0
+        assert numel == 0 or plan.start + span <= plan.end
+        assert span <= layout.step
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1))])
+@pytest.mark.parametrize("query, key", [((8, 4, 2048, 64), 2048), ((4, 4, 1, 8), 1), ((4, 8, 3, 16), 77)])
+def test_attention_has_a_value_for_each_score(placements, query, key):
+    mesh = as_rank(0, (2, 2))
+    spec = empty(query, device_mesh=mesh, placements=placements)._spec
+    layout = _dispatch._attention_layout(spec, torch.Size(query), torch.Size((*query[:2], key, 8)))
+    heads = query[0] * query[1] // layout.num_shards
+    assert layout.step >= heads * query[2] * key and layout.step >= heads * 32
+    assert layout.end >= layout.step * layout.num_shards
+    assert layout.step % 4 == 0
+
+
+def test_a_row_that_is_not_remembered_still_sees_the_region_switched_off(installed):
+    import torch.distributed.tensor._random as torch_random
+
+    mesh = as_rank(1, (4,))
+    x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).fill_(50)
+    torch_random._rng_tracker.distribute_region_enabled = False
+    try:
+        torch.manual_seed(0)
+        ours = torch.poisson(x).to_local()
+        torch.manual_seed(0)
+        assert torch.equal(ours, torch.poisson(x.to_local()))
+    finally:
+        torch_random._rng_tracker.distribute_region_enabled = True
+
+
+def test_a_generator_given_by_position(device, installed):
+    mesh = as_rank(1, (4,), device)
+    x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).fill_(50)
+    default = default_generator(device)
+    before = default.get_state()
+    ends = set()
+    for pass_it in (lambda g: torch.poisson(x, g), lambda g: torch.poisson(x, generator=g)):
+        generator = torch.Generator(device).manual_seed(3)
+        pass_it(generator)
+        ends.add(generator.get_state().cpu().numpy().tobytes())
+    assert len(ends) == 1
+    assert torch.equal(before, default.get_state())
