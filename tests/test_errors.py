@@ -5,14 +5,16 @@ from types import SimpleNamespace
 import expecttest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Partial, Shard, empty
+from torch.distributed.tensor import Partial, Replicate, Shard, empty
 from worlds import as_rank
 
 import torch_dtensor_rng as tdr
 from torch_dtensor_rng import _dispatch, _torch_names
 
+aten = torch.ops.aten
 
-class TestErrors(expecttest.TestCase):
+
+class Case(expecttest.TestCase):
     def setUp(self) -> None:
         self.mesh = as_rank(1, (4,), names=("dp",))
         self.addCleanup(dist.destroy_process_group)
@@ -27,6 +29,8 @@ class TestErrors(expecttest.TestCase):
         self.assertExpectedInline(str(raised.exception), text, skip=1)
         self.assertTrue(torch.equal(torch.get_rng_state(), self.before))
 
+
+class TestErrors(Case):
     def test_generator_of_another_device(self):
         x = empty(16, 6, device_mesh=self.mesh, placements=[Shard(0)])
         op = torch.ops.aten.uniform_.default
@@ -172,3 +176,72 @@ class TestErrors(expecttest.TestCase):
 
 def test_every_private_name_is_where_it_was():
     assert _torch_names.missing() == []
+
+
+class TestRefusals(Case):
+    def x(self, *placements):
+        return empty(16, 6, device_mesh=self.mesh, placements=placements or [Shard(0)]).fill_(0.5)
+
+    def test_out(self):
+        self.check(
+            NotImplementedError,
+            """aten.bernoulli.out: this random op is not supported on DTensors; call it without out=, and copy_() what it returns into the tensor.""",
+            lambda: torch.bernoulli(self.x(), out=self.x()),
+        )
+
+    def test_factory_with_out(self):
+        self.check(
+            NotImplementedError,
+            """aten.rand.out: this random op is not supported on DTensors; fill the tensor in place with uniform_(), normal_() or random_(), or draw it anew with torch_dtensor_rng's rand().""",
+            lambda: torch.rand(16, 6, out=self.x()),
+        )
+
+    def test_attention_on_the_cpu(self):
+        q = empty(4, 2, 8, 8, device_mesh=self.mesh, placements=[Shard(0)]).fill_(1)
+        self.check(
+            NotImplementedError,
+            """aten._scaled_dot_product_flash_attention_for_cpu.default: this random op is not supported on DTensors; choose the math path: with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).""",
+            lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q),
+        )
+
+    def test_noise_that_is_laid_out_otherwise(self):
+        self.check(
+            RuntimeError,
+            """aten.rrelu_with_noise.default: argument 'noise' is written, and so has to be laid out like the first one, of shape (16, 6) and placements (Shard(dim=0),), found (16, 6) and (Replicate(),).""",
+            lambda: aten.rrelu_with_noise(self.x(), self.x(Replicate()), 0.1, 0.3, True),
+        )
+
+    def test_noise_for_a_partial_input(self):
+        self.check(
+            RuntimeError,
+            """aten.rrelu_with_noise.default: argument 'noise' is written, and so has to be laid out like the first one, of shape (16, 6) and placements (Replicate(),), found (16, 6) and (Partial(sum),).""",
+            lambda: torch.rrelu(self.x(Partial()), 0.1, 0.3, True),
+        )
+
+    def test_in_place_into_partial(self):
+        self.check(
+            RuntimeError,
+            """aten.bernoulli_.Tensor: cannot draw in place into a DTensor with a Partial placement, found (Partial(sum),): its ranks hold terms of a reduction, not values. Redistribute it to Replicate or Shard first.""",
+            lambda: self.x(Partial()).bernoulli_(self.x()),
+        )
+
+    def test_randperm_with_partial(self):
+        self.check(
+            RuntimeError,
+            """randperm: cannot draw in place into a DTensor with a Partial placement, found (Partial(sum),): its ranks hold terms of a reduction, not values. Redistribute it to Replicate or Shard first.""",
+            lambda: tdr.randperm(4, device_mesh=self.mesh, placements=[Partial()]),
+        )
+
+    def test_mixed(self):
+        for fn, name in (
+            (lambda: torch.normal(self.x(), torch.ones(16, 6)), "normal.Tensor_Tensor"),
+            (lambda: torch.normal(torch.ones(16, 6), self.x()), "normal.Tensor_Tensor"),
+            (lambda: torch.binomial(torch.ones(16, 6), self.x()), "binomial.default"),
+            (lambda: torch.binomial(self.x(), torch.ones(16, 6)), "copy_.default"),
+            (lambda: self.x().bernoulli_(torch.ones(16, 6)), "copy_.default"),
+            (lambda: torch.empty(16, 6).bernoulli_(self.x()), "bernoulli_.Tensor"),
+        ):
+            before = torch.get_rng_state()
+            with self.assertRaisesRegex(RuntimeError, f"aten.{name}:? got mixed torch.Tensor and DTensor"):
+                fn()
+            self.assertTrue(torch.equal(before, torch.get_rng_state()))

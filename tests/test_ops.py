@@ -1,9 +1,8 @@
 """The tables of ops: nothing that draws is in none of them; further tensor arguments, whole rows, and refusals."""
 
-import expecttest
+import ops_page
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_disjoint import Sharding, shardings
@@ -68,88 +67,6 @@ def test_every_row_is_drawn_by_the_tests_of_the_promises(installed, monkeypatch)
     attention = {row.op for row in _ops.TABLE if row.placed is _ops.Placed.TORCH_RULE}
     expected = {row.op for row in _ops.TABLE} | {_ops.overload(name) for name in _ops.COMPOSED}
     assert {str(op) for op in expected - attention - drawn} == set()
-
-
-class RefusalsTest(expecttest.TestCase):
-    def setUp(self):
-        self.addCleanup(dist.destroy_process_group)
-        self.mesh = as_rank(1, (4,))
-        handle = tdr.install()
-        self.addCleanup(handle.uninstall)
-
-    def refused(self, expected, fn, error=NotImplementedError):
-        before = torch.get_rng_state()
-        try:
-            fn()
-        except error as raised:
-            self.assertExpectedInline(str(raised), expected, skip=1)
-        else:
-            self.fail(f"no {error.__name__}")
-        self.assertTrue(torch.equal(before, torch.get_rng_state()))
-
-    def x(self, *placements):
-        return empty(16, 6, device_mesh=self.mesh, placements=placements or [Shard(0)]).fill_(0.5)
-
-    def test_out(self):
-        self.refused(
-            """aten.bernoulli.out: this random op is not supported on DTensors; call it without out=, and copy_() what it returns into the tensor.""",
-            lambda: torch.bernoulli(self.x(), out=self.x()),
-        )
-
-    def test_factory_with_out(self):
-        self.refused(
-            """aten.rand.out: this random op is not supported on DTensors; fill the tensor in place with uniform_(), normal_() or random_(), or draw it anew with torch_dtensor_rng's rand().""",
-            lambda: torch.rand(16, 6, out=self.x()),
-        )
-
-    def test_attention_on_the_cpu(self):
-        q = empty(4, 2, 8, 8, device_mesh=self.mesh, placements=[Shard(0)]).fill_(1)
-        self.refused(
-            """aten._scaled_dot_product_flash_attention_for_cpu.default: this random op is not supported on DTensors; choose the math path: with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).""",
-            lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q),
-        )
-
-    def test_noise_that_is_laid_out_otherwise(self):
-        self.refused(
-            """aten.rrelu_with_noise.default: argument 'noise' is written, and so has to be laid out like the first one, of shape (16, 6) and placements (Shard(dim=0),), found (16, 6) and (Replicate(),).""",
-            lambda: aten.rrelu_with_noise(self.x(), self.x(Replicate()), 0.1, 0.3, True),
-            RuntimeError,
-        )
-
-    def test_noise_for_a_partial_input(self):
-        self.refused(
-            """aten.rrelu_with_noise.default: argument 'noise' is written, and so has to be laid out like the first one, of shape (16, 6) and placements (Replicate(),), found (16, 6) and (Partial(sum),).""",
-            lambda: torch.rrelu(self.x(Partial()), 0.1, 0.3, True),
-            RuntimeError,
-        )
-
-    def test_in_place_into_partial(self):
-        self.refused(
-            """aten.bernoulli_.Tensor: cannot draw in place into a DTensor with a Partial placement, found (Partial(sum),): its ranks hold terms of a reduction, not values. Redistribute it to Replicate or Shard first.""",
-            lambda: self.x(Partial()).bernoulli_(self.x()),
-            RuntimeError,
-        )
-
-    def test_randperm_with_partial(self):
-        self.refused(
-            """randperm: cannot draw in place into a DTensor with a Partial placement, found (Partial(sum),): its ranks hold terms of a reduction, not values. Redistribute it to Replicate or Shard first.""",
-            lambda: tdr.randperm(4, device_mesh=self.mesh, placements=[Partial()]),
-            RuntimeError,
-        )
-
-    def test_mixed(self):
-        for fn, name in (
-            (lambda: torch.normal(self.x(), torch.ones(16, 6)), "normal.Tensor_Tensor"),
-            (lambda: torch.normal(torch.ones(16, 6), self.x()), "normal.Tensor_Tensor"),
-            (lambda: torch.binomial(torch.ones(16, 6), self.x()), "binomial.default"),
-            (lambda: torch.binomial(self.x(), torch.ones(16, 6)), "copy_.default"),
-            (lambda: self.x().bernoulli_(torch.ones(16, 6)), "copy_.default"),
-            (lambda: torch.empty(16, 6).bernoulli_(self.x()), "bernoulli_.Tensor"),
-        ):
-            before = torch.get_rng_state()
-            with self.assertRaisesRegex(RuntimeError, f"aten.{name}:? got mixed torch.Tensor and DTensor"):
-                fn()
-            self.assertTrue(torch.equal(before, torch.get_rng_state()))
 
 
 def test_everything_refused_has_its_refusal(installed):
@@ -350,3 +267,7 @@ def test_a_generator_given_by_position(device, installed):
         ends.add(generator.get_state().cpu().numpy().tobytes())
     assert len(ends) == 1
     assert torch.equal(before, default.get_state())
+
+
+def test_the_page_is_current():
+    assert ops_page.PAGE.read_text() == ops_page.render(), "run python tests/ops_page.py"
