@@ -46,6 +46,38 @@ def test_compiled_is_eager(name, backend, device, installed):
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
 
+ROWS = {
+    "exponential_": lambda x: F.gumbel_softmax(x * 1.0),
+    "geometric_": lambda x: (x * 1.0).geometric_(0.1) + 0,
+    "poisson": lambda x: torch.poisson(x * 50.0) + 0,
+    "binomial": lambda x: torch.binomial(x * 1000.0, x * 0.3) + 0,
+    "_standard_gamma": lambda x: torch._standard_gamma(x * 2.0) + 0,
+    "_sample_dirichlet": lambda x: torch._sample_dirichlet(x * 2.0) + 0,
+    "multinomial": lambda x: torch.multinomial(x * 1.0, 4) + 0,
+    "rrelu": lambda x: F.rrelu(x * -1.0, 0.1, 0.9, True) * 1,
+    "normal(mean, std)": lambda x: torch.normal(x * 1.0, x * 2.0) + 0,
+    "bernoulli(p)": lambda x: torch.bernoulli(x * 0.5) + 0,
+    "bernoulli_(p)": lambda x: (x * 1.0).bernoulli_(x * 0.5) + 0,
+    "alpha_dropout": lambda x: F.alpha_dropout(x * 1.0, 0.5, True),
+    "attention": lambda x: F.scaled_dot_product_attention(*(x.reshape(16, 1, 3, 2),) * 3, dropout_p=0.5),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_compiled_row_is_eager(name, device, installed):
+    fn = ROWS[name]
+    mesh = as_rank(1, (2, 2), device)
+    x = empty(16, 6, device_mesh=mesh, placements=[Shard(0), Replicate()]).fill_(1)
+    torch.manual_seed(0)
+    eager = fn(x.clone()).to_local().clone()
+    end = default_generator(device).get_state()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    drawn = torch.compile(fn, backend="aot_eager", fullgraph=True)(x.clone()).to_local()
+    assert torch.equal(eager, drawn)
+    assert torch.equal(end, default_generator(device).get_state())
+
+
 def test_gradients_use_the_masks_of_the_forward(device, installed):
     mesh = as_rank(1, (4,), device)
     x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).fill_(1).requires_grad_()

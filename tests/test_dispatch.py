@@ -15,14 +15,14 @@ def test_a_spec_that_changes_is_looked_at_again():
     with tdr.install():
         x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).uniform_()
         spec = x._spec
-        before = _dispatch._known[0][id(spec)].plan
+        before = _dispatch._known[id(spec)].plan
         spec.tensor_meta = TensorMeta(torch.Size((32, 6)), (6, 1), torch.float32)
         DTensor(torch.empty(8, 6), spec, requires_grad=False).uniform_()
-        after = _dispatch._known[0][id(spec)].plan
+        after = _dispatch._known[id(spec)].plan
         assert (before.start, before.end, after.start, after.end) == (48, 96, 96, 192)
         spec.placements = (Shard(1),)
         DTensor(torch.empty(32, 2), spec, requires_grad=False).uniform_()
-        assert _dispatch._known[0][id(spec)].plan.start == 128
+        assert _dispatch._known[id(spec)].plan.start == 128
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
@@ -31,12 +31,12 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     mesh = as_rank(0, (4,))
     with tdr.install():
         kept = [empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).uniform_() for _ in range(8)]
-        assert 0 < len(_dispatch._known[0]) <= 3
+        assert 0 < len(_dispatch._known) <= 3
         x = kept[-1]
         for p in range(8):
             torch.native_dropout(x, p / 10, True)
-        assert 0 < len(_dispatch._known[0][id(x._spec)].outputs) <= 3
-    assert not any(_dispatch._known.values())
+        assert 0 < len(_dispatch._known[id(x._spec)].outputs) <= 3
+    assert not _dispatch._known
 
 
 def test_kinds_of_outputs():

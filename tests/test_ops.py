@@ -212,8 +212,8 @@ def test_a_row_is_made_whole_in_sight():
 
 
 @settings(max_examples=200, deadline=None)
-@given(shardings(), st.sampled_from([(1, 12), (1, 4096), (32, 0)]))
-@example(Sharding((5,), (4,), (Shard(0),)), (1, 12))
+@given(shardings(), st.sampled_from([(1, 0), (1, 4096), (32, 0)]))
+@example(Sharding((5,), (4,), (Shard(0),)), (1, 4096))
 def test_shards_are_as_far_apart_as_the_row_asks(sharding, row):
     values, least = row
     layout = _dispatch._random._calc_layout(sharding.shape, sharding.placements, sharding.mesh_shape, values, least)

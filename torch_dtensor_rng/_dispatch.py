@@ -47,26 +47,30 @@ class _Known:
         self.outputs: _OutputCache = {}
 
 
-# By how far apart shards have to be at least, as a plan depends on it; then by the id of the spec.
-_known: dict[int, dict[int, _Known]] = {}
+_known: dict[int, _Known] = {}
 _KNOWN_SPECS = 4096
 _KNOWN_OUTPUTS = 64
 
 
 def forget() -> None:
     """Forgets every spec."""
-    for known_specs in _known.values():
-        known_specs.clear()
+    _known.clear()
 
 
 def make_handler(row: RandomOp) -> Handler:
     """The function that torch's dispatch calls for ``row``, with the op, its arguments and keyword arguments."""
     if row.placed is Placed.TORCH_RULE:
         return functools.partial(_run_by_torch_rule, row)
-    generator_at = _positional_generator(row)
-    if row.placed is Placed.ROWS or row.tensors > 1 or generator_at is not None or row.values > 1:
-        return functools.partial(_run_any, row, generator_at)
-    return _quick_handler(row)
+    if _is_quick(row):
+        return _quick_handler(row)
+    return functools.partial(_run_any, row, _positional_generator(row))
+
+
+def _is_quick(row: RandomOp) -> bool:
+    """Whether a call is served from what is remembered of its first argument's spec: the plan is that of one value an
+    element, all that varies is keyword arguments and numbers."""
+    plain = row.placed is Placed.LIKE_INPUT and row.tensors == 1 and (row.values, row.least_span) == (1, 0)
+    return plain and _positional_generator(row) is None
 
 
 def _positional_generator(row: RandomOp) -> int | None:
@@ -79,13 +83,12 @@ def _positional_generator(row: RandomOp) -> int | None:
 
 def _quick_handler(row: RandomOp) -> Handler:
     in_place = row.in_place
-    known_specs = _known.setdefault(row.least_span, {})
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0]
         spec = x._spec
         local = x._local_tensor
-        known = known_specs.get(id(spec))
+        known = _known.get(id(spec))
         tracker = torch_random._rng_tracker
         if (
             known is None
@@ -165,8 +168,8 @@ def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
             for position, other in enumerate(args, start=1)
         )
     out = _on_local(row, spec.mesh, _layout_of(row, spec), local, args, kwargs)
-    if row.tensors == 1 and row.placed is Placed.LIKE_INPUT:
-        _remember(row, spec, local)
+    if _is_quick(row):
+        _remember(spec, local)
     return x if row.in_place else _wrap(out, specs)
 
 
@@ -174,13 +177,12 @@ def _layout_of(row: RandomOp, spec: DTensorSpec) -> _random._ShardLayout:
     return _random._layout_for(spec, row.values, row.least_span)
 
 
-def _remember(row: RandomOp, spec: DTensorSpec, local: torch.Tensor) -> None:
+def _remember(spec: DTensorSpec, local: torch.Tensor) -> None:
     if local.is_meta or type(local) is not torch.Tensor or _is_partial(spec) or _are_we_tracing():
         return
-    known_specs = _known.setdefault(row.least_span, {})
-    if len(known_specs) >= _KNOWN_SPECS:
-        known_specs.clear()
-    known_specs[id(spec)] = _Known(spec, _layout_of(row, spec).plan(_random._coordinate(spec.mesh)))
+    if len(_known) >= _KNOWN_SPECS:
+        _known.clear()
+    _known[id(spec)] = _Known(spec, _random._plan_for(spec))
 
 
 def _with_whole_rows(x: DTensor) -> DTensor:

@@ -88,8 +88,6 @@ def _like(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-# bernoulli_tensor_cuda_kernel reserves 10 offsets, which the generator rounds up (ATen/native/cuda/Distributions.cu).
-_BERNOULLI_TENSOR = 12
 # Kernels that draw until they accept reserve 10 to 42 offsets, and may read past that (ATen/native/cuda/Distributions.cu).
 _REJECTION = 4096
 # With replacement it advances 4 a row of probabilities (ATen/native/cuda/MultinomialKernel.cu); without, it draws one
@@ -126,7 +124,7 @@ TABLE = (
     RandomOp("randint_like.low_generator_dtype", torch.randint_like),
     RandomOp("bernoulli.p", torch.bernoulli),
     RandomOp("native_dropout.default", _native_dropout, reads_input=True),
-    RandomOp("bernoulli.default", torch.bernoulli, reads_input=True, least_span=_BERNOULLI_TENSOR, exact=False),
+    RandomOp("bernoulli.default", torch.bernoulli, reads_input=True, exact=False),
     RandomOp("poisson.default", torch.poisson, reads_input=True, least_span=_REJECTION, exact=False),
     RandomOp(
         "binomial.default",
