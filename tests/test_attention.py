@@ -86,6 +86,18 @@ def test_an_input_that_torchs_rule_redistributes(name, installed, monkeypatch):
         assert seen[-1] == (local, local, local) and local[2:] == (6, 8), "whole sequences and heads"
 
 
+@pytest.mark.parametrize("name", ATTENTION)
+def test_without_dropout_it_is_torchs_own_path(name, installed):
+    def call(*args, **kwargs):
+        raise AssertionError("there is nothing to draw")
+
+    row = dataclasses.replace(ATTENTION[name], call=call)
+    q = empty(4, 4, 6, 8, device_mesh=as_rank(1, (2, 2)), placements=[Shard(0), Shard(1)]).fill_(1)
+    arguments = tuple(0.0 if one == 0.5 else one for one in ARGUMENTS[name])
+    with pytest.raises(NotImplementedError, match="Could not run"):  # there is no such kernel on the CPU
+        _dispatch.make_handler(row)(row.op, (q, q, q, *arguments), {})
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On a GPU, with the kernels themselves. Query and key are zeros, so that every score is 1 / length; the values are the
 # identity, so that the output is the matrix of what was kept.

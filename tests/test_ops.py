@@ -1,5 +1,7 @@
 """The tables of ops: nothing that draws is in none of them; further tensor arguments, whole rows, and refusals."""
 
+from types import SimpleNamespace
+
 import ops_page
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_disjoint import Sharding, shardings
 from test_semantics import OPS
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, empty
 from torch.distributed.tensor.debug import CommDebugMode
 from worlds import as_rank, default_generator, gloo
@@ -212,20 +214,21 @@ def test_a_row_is_made_whole_in_sight():
 
 
 @settings(max_examples=200, deadline=None)
-@given(shardings(), st.sampled_from([(1, 0), (1, 4096), (32, 0)]))
-@example(Sharding((5,), (4,), (Shard(0),)), (1, 4096))
-def test_shards_are_as_far_apart_as_the_row_asks(sharding, row):
-    values, least = row
-    layout = _dispatch._random._calc_layout(sharding.shape, sharding.placements, sharding.mesh_shape, values, least)
-    assert layout.step >= least and layout.end >= (layout.num_shards > 0) * least
+@given(shardings(), st.sampled_from(["multinomial.default", "poisson.default", "binomial.default"]))
+@example(Sharding((5,), (4,), (Shard(0),)), "poisson.default")
+@example(Sharding((8, 1), (4,), (Shard(0),)), "multinomial.default")
+def test_shards_are_as_far_apart_as_the_row_asks(sharding, name):
+    row = next(row for row in _ops.TABLE if row.overload == name)
+    mesh = SimpleNamespace(shape=sharding.mesh_shape)
+    spec = SimpleNamespace(shape=sharding.shape, placements=sharding.placements, mesh=mesh, tensor_meta=None)
+    layout = _dispatch._layout_of(row, spec)
     for coordinate in sharding.plans():
         plan = layout.plan(coordinate)
-        numel = sharding.local_numel(coordinate)
-        # Every launch has at least 256 threads, and each call of 4 values advances 4.
-        span = max(-(-numel * values // 256) if numel else 0, least if numel else 0)
+        # With replacement, multinomial takes 4 a row, and a row may have one category.
+        span = 4 * sharding.local_numel(coordinate) if name == "multinomial.default" else 4096
         assert plan.start % 4 == plan.end % 4 == 0
-        assert numel == 0 or plan.start + span <= plan.end
         assert span <= layout.step
+        assert sharding.local_numel(coordinate) == 0 or plan.start + span <= plan.end
 
 
 @pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1))])
@@ -271,3 +274,14 @@ def test_a_generator_given_by_position(device, installed):
 
 def test_the_page_is_current():
     assert ops_page.PAGE.read_text() == ops_page.render(), "run python tests/ops_page.py"
+
+
+def test_ranks_outside_the_mesh(installed):
+    as_rank(3, (4,))
+    mesh = DeviceMesh("cpu", [0, 1])
+    before = torch.get_rng_state()
+    for name, draw in OPS.items():
+        x = empty(16, 6, device_mesh=mesh, placements=[Shard(1)])
+        out = draw(x, None)
+        assert out.shape == (16, 6) and out.to_local().numel() == 0, name
+    assert torch.equal(before, torch.get_rng_state())
