@@ -5,12 +5,16 @@ from . import _torch_names
 _torch_names.check()
 
 from ._factories import bernoulli, normal, rand, randint, randn, randperm  # noqa: E402
-from ._install import Installation, install, uninstall  # noqa: E402
+from ._install import Installation, RNGSyncDebugMode, install, uninstall  # noqa: E402
 from ._seed import manual_seed  # noqa: E402
+from ._sync import RNGDesyncError, check_rng_sync  # noqa: E402
 
 __all__ = [
     "Installation",
+    "RNGDesyncError",
+    "RNGSyncDebugMode",
     "bernoulli",
+    "check_rng_sync",
     "install",
     "manual_seed",
     "normal",

@@ -20,7 +20,8 @@ def _fill(
     _check_is_generator(generator)
     with torch.no_grad():
         x = _empty(*size, requires_grad=requires_grad, **kwargs)
-        HANDLERS[op](op, (x, *args), {} if generator is None else {"generator": generator})
+        handler = DTensor._op_dispatcher._custom_op_handlers.get(op, HANDLERS[op])  # a debug mode's, if there is one
+        handler(op, (x, *args), {} if generator is None else {"generator": generator})
     return x
 
 

@@ -1,5 +1,6 @@
 """Putting the package into torch, and taking it out again. The only file that patches."""
 
+import os
 import sys
 import threading
 from types import TracebackType
@@ -10,25 +11,28 @@ import torch.distributed.tensor as dtensor
 import torch.distributed.tensor._api as torch_api
 import torch.distributed.tensor._dispatch as torch_dispatch
 import torch.distributed.tensor._random as torch_random
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import _composed, _dispatch, _factories, _random, _traced, _trunc_normal
+from . import _composed, _debug, _dispatch, _factories, _random, _traced, _trunc_normal
 
 POLICIES = ("offset",)
+DEBUG_VARIABLE = "TORCH_DTENSOR_RNG_DEBUG"
+_DEBUG_HISTORY = 8
 _MISSING = object()
 _lock = threading.RLock()
 
 
-class Installation:
-    """A handle of :func:`install`: ``uninstall()``, or leaving its ``with`` block, takes it out of torch again.
+class _Patches:
+    """What is set in torch, and how to set it back. Patches nest: the last ones are taken out first."""
 
-    Attributes:
-        policy (str): how a shard's place is chosen.
-    """
-
-    def __init__(self, policy: str):
-        self.policy = policy
+    def __init__(self) -> None:
         self._undo: list[tuple[Any, Any, Any]] = []
+
+    _what: str
+
+    def _put_in(self) -> None:
+        raise NotImplementedError
 
     def _set(self, owner: Any, name: Any, value: Any) -> None:
         if isinstance(owner, dict):
@@ -38,10 +42,58 @@ class Installation:
             self._undo.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
 
+    def _take_out(self) -> None:
+        while self._undo:
+            owner, name, value = self._undo.pop()
+            if not isinstance(owner, dict):
+                setattr(owner, name, value)
+            elif value is _MISSING:
+                owner.pop(name, None)
+            else:
+                owner[name] = value
+
+    def _push(self) -> None:
+        with _lock:
+            try:
+                self._put_in()
+            except BaseException:
+                self._take_out()
+                raise
+            _patches.append(self)
+
+    def _pop(self) -> None:
+        with _lock:
+            if self not in _patches:
+                return
+            if _patches[-1] is not self:
+                raise RuntimeError(
+                    f"installations are taken out in reverse order, and {_patches[-1]._what} is still in"
+                )
+            _patches.pop()
+            self._take_out()
+
+
+class Installation(_Patches):
+    """A handle of :func:`install`: ``uninstall()``, or leaving its ``with`` block, takes it out of torch again.
+
+    Attributes:
+        policy (str): how a shard's place is chosen.
+    """
+
+    _what = "a later installation"
+
+    def __init__(self, policy: str):
+        super().__init__()
+        self.policy = policy
+
     def _put_in(self) -> None:
         handlers = DTensor._op_dispatcher._custom_op_handlers
         for op, handler in (_dispatch.HANDLERS | _composed.HANDLERS).items():
             self._set(handlers, op, handler)
+        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+            watch = _debug.Watch(None, _DEBUG_HISTORY)
+            for op, handler in _dispatch.HANDLERS.items():
+                handlers[op] = watch.wrap(handler)
         self._set(torch_random, "OffsetBasedRNGTracker", _random.OffsetBasedRNGTracker)
         tracker = _AnyDeviceTracker()
         for module in (torch_random, _random):
@@ -57,31 +109,19 @@ class Installation:
         self._set(torch.compiler.config, "cache_key_tag", tag)
         init = torch.nn.init
         self._set(init, "_no_grad_trunc_normal_", _trunc_normal.wrap(init._no_grad_trunc_normal_))
+        _after_change()
 
     def _take_out(self) -> None:
-        while self._undo:
-            owner, name, value = self._undo.pop()
-            if not isinstance(owner, dict):
-                setattr(owner, name, value)
-            elif value is _MISSING:
-                owner.pop(name, None)
-            else:
-                owner[name] = value
+        super()._take_out()
         _after_change()
 
     def uninstall(self) -> None:
         """Takes this installation out; does nothing when it is out already.
 
         Raises:
-            RuntimeError: a later installation is still in.
+            RuntimeError: a later installation or an :class:`RNGSyncDebugMode` is still in.
         """
-        with _lock:
-            if self not in _installations:
-                return
-            if _installations[-1] is not self:
-                raise RuntimeError("installations are taken out in reverse order, and a later one is still in")
-            _installations.pop()
-            self._take_out()
+        self._pop()
 
     def __enter__(self) -> "Installation":
         return self
@@ -92,7 +132,56 @@ class Installation:
         self.uninstall()
 
 
-_installations: list[Installation] = []
+class RNGSyncDebugMode(_Patches):
+    """A context manager that checks, before and after each random op on a DTensor, that the ranks of the op's mesh are in
+    step, and at the same op; see :func:`check_rng_sync`. The package has to be installed.
+
+    Communicates: at least two small all-reduces over each mesh dim for each op, on the mesh's own groups, so it has to be on
+    on all ranks of the mesh alike. While it is off, nothing is added to any op. Ops in a compiled graph are not checked.
+
+    Args:
+        device_mesh (:class:`DeviceMesh`): check only the ops on this mesh. Default: every op, on its own mesh.
+
+    Keyword args:
+        history (int): how many of the last draws to remember; the error of a rank shows its own. Default: 0.
+
+    Raises:
+        RNGDesyncError: inside, from the op before or in which the ranks have drifted apart, on every rank of its mesh.
+        RuntimeError: on entering it, if the package is not installed.
+        ValueError: ``history`` is negative.
+
+    Example::
+
+        >>> with torch_dtensor_rng.RNGSyncDebugMode(history=8):
+        ...     model(batch).sum().backward()
+    """
+
+    _what = "RNGSyncDebugMode"
+
+    def __init__(self, device_mesh: DeviceMesh | None = None, *, history: int = 0):
+        super().__init__()
+        if history < 0:
+            raise ValueError(f"RNGSyncDebugMode expects history to be 0 or more, found {history}")
+        self._watch = _debug.Watch(device_mesh, history)
+
+    def _put_in(self) -> None:
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        for op in _dispatch.HANDLERS:
+            self._set(handlers, op, self._watch.wrap(handlers[op]))
+
+    def __enter__(self) -> "RNGSyncDebugMode":
+        if not _patches:
+            raise RuntimeError("RNGSyncDebugMode watches the ops of torch_dtensor_rng, which is not installed")
+        self._push()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pop()
+
+
+_patches: list[_Patches] = []
 
 
 def _after_change() -> None:
@@ -116,7 +205,8 @@ def install(policy: str = "offset") -> Installation:
     """Makes torch's DTensor draw from, and advance, the live generator. Does not communicate; call it on every rank,
     before or after the process group and any DTensor is made.
 
-    Installations nest: each is taken out on its own, the last one first.
+    Installations nest: each is taken out on its own, the last one first. With ``TORCH_DTENSOR_RNG_DEBUG=1`` in the
+    environment every random op is checked as under :class:`RNGSyncDebugMode`.
 
     Args:
         policy (str): how a shard's place in the stream is chosen. ``"offset"``: each shard has its own range of Philox
@@ -130,15 +220,8 @@ def install(policy: str = "offset") -> Installation:
     """
     if policy not in POLICIES:
         raise ValueError(f"install expects policy to be one of {', '.join(map(repr, POLICIES))}, found {policy!r}")
-    with _lock:
-        installation = Installation(policy)
-        try:
-            installation._put_in()
-        except BaseException:
-            installation._take_out()
-            raise
-        _installations.append(installation)
-        _after_change()
+    installation = Installation(policy)
+    installation._push()
     return installation
 
 
@@ -149,6 +232,8 @@ def uninstall() -> None:
         RuntimeError: nothing is installed.
     """
     with _lock:
-        if not _installations:
+        if not _patches:
             raise RuntimeError("torch_dtensor_rng is not installed")
-        _installations[-1].uninstall()
+        if not isinstance(last := _patches[-1], Installation):
+            raise RuntimeError(f"torch_dtensor_rng cannot be taken out while {last._what} is still in")
+        last.uninstall()

@@ -1,0 +1,98 @@
+"""What RNGSyncDebugMode puts around the handler of a random op: a check before it and one after it, and a trail."""
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed._functional_collectives import _are_we_tracing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from . import _random, _sync
+
+_SKIPPED = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, __file__))
+
+
+class _Draw(NamedTuple):
+    text: str
+    before: _sync.GeneratorState
+    after: _sync.GeneratorState
+    caller: str
+
+
+class Watch:
+    """The checks around random ops, and the last draws of this rank.
+
+    Args:
+        device_mesh: check only ops on this mesh. Default: every op, on its own mesh.
+        history: how many draws to remember.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh | None, history: int):
+        self.device_mesh = device_mesh
+        self.history: deque[_Draw] = deque(maxlen=history)
+
+    def wrap(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """``handler`` with the checks around it."""
+
+        def watched(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = next((one for one in args if isinstance(one, DTensor)), None)
+            if x is None or not self._watches(x):
+                return handler(op, args, kwargs)
+            return self._watched(handler, op, x, args, kwargs)
+
+        return watched
+
+    def _watches(self, x: DTensor) -> bool:
+        mesh = x._spec.mesh
+        return (
+            (self.device_mesh is None or mesh == self.device_mesh)
+            and mesh._is_current_rank_part_of_mesh()
+            and not x._local_tensor.is_meta
+            and not _are_we_tracing()
+        )
+
+    def _watched(
+        self, handler: Callable[..., Any], op: Any, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        mesh = x._spec.mesh
+        device = torch.device(kwargs.get("device") or x._local_tensor.device)
+        passed = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)), None)
+        generator = _random._default_generator(device) if passed is None else passed
+        placements = ", ".join(map(str, x._spec.placements))
+        text = f"{op} on a DTensor of shape {tuple(x._spec.shape)} and placements [{placements}]"
+
+        def check(moment: str, lead: str) -> None:
+            _sync.check(mesh, passed, device, _sync.Call(f"{moment} {text}", lead, self.trail))
+
+        check("before", f"Drifted before {text}: ")
+        before = _sync.state_of(generator)
+        try:
+            out = handler(op, args, kwargs)
+        except Exception:
+            # Where only some ranks raise, the others learn of it here, and do not wait.
+            check("raised in", f"Raised in {text}: ")
+            raise
+        if self.history.maxlen:
+            self.history.append(_Draw(text, before, _sync.state_of(generator), _caller()))
+        check("after", f"Drifted inside {text}: ")
+        return out
+
+    def trail(self) -> str:
+        """The last draws of this rank, as text."""
+        if not self.history:
+            return ""
+        lines = [f"The last draws of this rank, rank {torch.distributed.get_rank()}:"]
+        lines += [f"  {one.caller}: {one.text}\n    {one.before} -> {one.after}" for one in self.history]
+        return "\n".join(lines)
+
+
+def _caller() -> str:
+    """The file and line that drew: the innermost frame outside of torch and this package."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
