@@ -80,7 +80,7 @@ class Installation(_Patches):
         policy (str): how a shard's place is chosen.
     """
 
-    _what = "a later installation"
+    _what = "a later one"
 
     def __init__(self, policy: str):
         super().__init__()
