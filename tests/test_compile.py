@@ -78,6 +78,36 @@ def test_a_compiled_row_is_eager(name, device, installed):
     assert torch.equal(end, default_generator(device).get_state())
 
 
+TWICE = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "rand_like": lambda x: torch.rand_like(x) * x,
+    "bernoulli": lambda x: torch.bernoulli(x) * x,
+    "uniform_": lambda x: torch.empty_like(x).uniform_() * x,
+    "poisson": lambda x: torch.poisson(x.detach() * 50) * x,
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x) * x,
+    "rrelu": lambda x: F.rrelu(-x, 0.1, 0.9, True) * x,
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", TWICE)
+def test_two_equal_draws_of_a_graph_with_gradients_are_not_merged(name, backend, device, installed):
+    """The graph of forward and backward is searched for equal nodes."""
+    draw = TWICE[name]
+    mesh = as_rank(1, (4,), device)
+    x = empty(16, 8, device_mesh=mesh, placements=[Shard(0)]).fill_(0.5).requires_grad_()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    eager = [one.to_local() for one in (draw(x), draw(x))]
+    end = default_generator(device).get_state()
+    torch.manual_seed(0)
+    compiled = torch.compile(lambda x: (draw(x), draw(x)), backend=backend, fullgraph=True)(x)
+    first, second = (one.to_local() for one in compiled)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close([first, second], eager)
+    assert torch.equal(end, default_generator(device).get_state())
+
+
 def test_gradients_use_the_masks_of_the_forward(device, installed):
     mesh = as_rank(1, (4,), device)
     x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).fill_(1).requires_grad_()

@@ -103,6 +103,10 @@ CERTAIN = {
         torch.normal(at(RAMP[:, :1].clone(), 0), at(torch.zeros(8, 6), 1)),
         RAMP[:, :1].expand(8, 6),
     ),
+    "normal(mean, std) of a column": lambda at: (
+        torch.normal(at(RAMP, 0), at(torch.zeros(8, 1), 1)),
+        RAMP,
+    ),
     "normal(mean, 0.0)": lambda at: (torch.normal(at(RAMP, 0), 0.0), RAMP),
     "normal(2.0, std)": lambda at: (torch.normal(2.0, at(torch.zeros(8, 6), 0)), torch.full((8, 6), 2.0)),
     "normal(scalar tensor, std)": lambda at: (
@@ -285,3 +289,29 @@ def test_ranks_outside_the_mesh(installed):
         out = draw(x, None)
         assert out.shape == (16, 6) and out.to_local().numel() == 0, name
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_arguments_that_are_the_schemas_defaults(installed):
+    """Torch's dispatch leaves them out."""
+    mesh = as_rank(1, (4,))
+    x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).fill_(2)
+    for draw in (lambda: torch.normal(x, 1.0), lambda: torch.normal(x), lambda: torch.normal(x, std=1)):
+        torch.manual_seed(0)
+        ours = draw().to_local()
+        torch.manual_seed(0)
+        assert torch.equal(ours, torch.normal(x, torch.ones_like(x)).to_local())
+    with pytest.raises(RuntimeError, match="normal expects standard deviation to be non-complex"):
+        torch.normal(1.0, x.to(torch.complex64))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_strides_are_the_plain_calls(name, installed):
+    mesh = as_rank(0, (1,))
+    for plain in (torch.ones(6, 8).t(), torch.ones(1, 8).expand(6, 8), torch.ones(12, 16)[::2, ::2]):
+        in_place = any(one.endswith("_") for one in OPS[name].__code__.co_names)
+        if in_place and plain.stride(0) == 0:
+            continue
+        x = DTensor.from_local(plain, mesh, [Replicate()], run_check=False, shape=plain.shape, stride=plain.stride())
+        ours, expected = OPS[name](x, None), OPS[name](plain.clone() if in_place else plain, None)
+        assert ours.stride() == ours.to_local().stride(), (plain.stride(), ours.to_local().stride())
+        assert ours.stride() == expected.stride() or in_place

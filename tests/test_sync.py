@@ -1,23 +1,15 @@
 """Ranks that drift apart are found, on every rank of the mesh, and named."""
 
 import datetime
-import itertools
-import os
-import pathlib
-import time
 
 import expecttest
-import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, empty
-from worlds import as_rank, default_generator, gloo
+from worlds import gloo
 
 import torch_dtensor_rng as tdr
-from torch_dtensor_rng import _sync
 
 
 def caught(draw):

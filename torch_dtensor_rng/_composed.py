@@ -14,26 +14,29 @@ from . import _dispatch, _ops
 aten = torch.ops.aten
 
 
-def _empty_like(x: DTensor, shape: torch.Size) -> DTensor:
-    """An empty DTensor of ``x``'s dtype and of a shape that ``x`` can be expanded to, placed like ``x``."""
-    if any(one.is_partial() for one in x.placements):
-        x = x.redistribute(placements=[Replicate() if one.is_partial() else one for one in x.placements])
-    if x.shape != shape:
-        x = aten.expand.default(x, shape)
-    return aten.empty_like.default(x, memory_format=torch.contiguous_format)
+def _reduced(x: DTensor) -> DTensor:
+    """``x`` with its ``Partial`` placements reduced."""
+    if not any(one.is_partial() for one in x.placements):
+        return x
+    return x.redistribute(placements=[Replicate() if one.is_partial() else one for one in x.placements])
 
 
-def _normal(mean: Any, std: Any, *, generator: torch.Generator | None = None) -> DTensor:
+def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> DTensor:
     # As normal_impl in ATen/native/DistributionTemplates.h, except that it does not look for a std below zero: on the
     # whole tensor that would take a collective, and on a rank alone it would leave the others waiting.
     tensors = [one for one in (mean, std) if isinstance(one, torch.Tensor)]
+    if isinstance(std, torch.Tensor) and std.is_complex():
+        raise RuntimeError("normal expects standard deviation to be non-complex")
     first: Any
     first, *others = sorted(tensors, key=lambda one: not isinstance(one, DTensor))
     for other in others:
         if other.ndim and not isinstance(other, DTensor) and not DTensor._op_dispatcher._allow_implicit_replication:
             raise _dispatch.mixed(aten.normal.Tensor_Tensor)
     shape = torch.broadcast_shapes(*(one.shape for one in tensors))
-    out = _empty_like(first, shape)
+    first = _reduced(first)
+    if first.shape != shape:
+        first = aten.expand.default(first, shape)
+    out = aten.empty_like.default(first, memory_format=torch.contiguous_format)
     if not isinstance(std, torch.Tensor):
         out = aten.normal_.default(out, 0.0, std, generator=generator)
         return aten.add_.Tensor(out, mean)
@@ -52,7 +55,7 @@ def _bernoulli_(self: Any, p: Any, *, generator: torch.Generator | None = None) 
 def _bernoulli(self: Any, p: Any, *, generator: torch.Generator | None = None) -> DTensor:
     if not isinstance(self, DTensor):
         raise _dispatch.mixed(aten.bernoulli.Tensor)
-    return _bernoulli_(_empty_like(self, self.shape), p, generator=generator)
+    return _bernoulli_(aten.empty_like.default(_reduced(self)), p, generator=generator)
 
 
 def _randint_like(self: Any, high: torch.Tensor, **kwargs: Any) -> DTensor:

@@ -11,6 +11,7 @@ import torch.distributed.tensor as dtensor
 import torch.distributed.tensor._api as torch_api
 import torch.distributed.tensor._dispatch as torch_dispatch
 import torch.distributed.tensor._random as torch_random
+from torch._functorch import compile_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -107,6 +108,7 @@ class Installation(_Patches):
         # Graphs that were compiled without this installation must not be served under it, nor the other way round.
         tag = f"{torch.compiler.config.cache_key_tag}torch_dtensor_rng:{self.policy}:{_traced.GRAPH_FORMAT};"
         self._set(torch.compiler.config, "cache_key_tag", tag)
+        self._set(compile_utils, "rand_ops", [*compile_utils.rand_ops, *_traced.RANDOM_PACKETS])
         init = torch.nn.init
         self._set(init, "_no_grad_trunc_normal_", _trunc_normal.wrap(init._no_grad_trunc_normal_))
         _after_change()

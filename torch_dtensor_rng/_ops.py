@@ -38,7 +38,8 @@ class RandomOp:
         least_span: the Philox offset span that the local call can touch however few values it draws. It touches the
             larger of this and of what a stock kernel touches for as many values (``_random._philox_consumption``).
         values: how many values it draws at most for an element of its first argument.
-        meta: what to run on meta tensors to learn its outputs, where torch has no such kernel for it.
+        meta: what to run on meta tensors to learn its outputs, where torch has no such kernel, or one of other strides.
+        functional: the row that takes the same arguments, writes none, and returns what this one returns and writes.
         exact: whether its numbers can be those of one device (policy ``single_device``). Not where its parameters are
             tensors or its kernel lays the stream out by the local shape.
     """
@@ -52,6 +53,7 @@ class RandomOp:
     values: int = 1
     least_span: int = 0
     meta: Callable[..., Any] | None = None
+    functional: str | None = None
     exact: bool = True
 
     @property
@@ -84,8 +86,16 @@ def _native_dropout(
     return (input * mask).mul_(0.0 if keep == 0.0 else 1.0 / keep), mask
 
 
-def _like(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _clone(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+def _two_clones(x: torch.Tensor, noise: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(noise)
+
+
+def _contiguous(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 # Kernels that draw until they accept reserve 10 to 42 offsets, and may read past that (ATen/native/cuda/Distributions.cu).
@@ -105,15 +115,15 @@ TABLE = (
     RandomOp("random_.default", torch.Tensor.random_, in_place=True),
     RandomOp("random_.to", torch.Tensor.random_, in_place=True),
     RandomOp("random_.from", torch.Tensor.random_, in_place=True),
-    RandomOp("uniform.default", aten.uniform.default),
-    RandomOp("normal_functional.default", aten.normal_functional.default),
-    RandomOp("log_normal.default", aten.log_normal.default),
-    RandomOp("exponential.default", aten.exponential.default),
-    RandomOp("cauchy.default", aten.cauchy.default),
-    RandomOp("geometric.default", aten.geometric.default),
-    RandomOp("random.default", aten.random.default),
-    RandomOp("random.to", aten.random.to),
-    RandomOp("random.from", getattr(aten.random, "from")),
+    RandomOp("uniform.default", aten.uniform.default, meta=_clone),
+    RandomOp("normal_functional.default", aten.normal_functional.default, meta=_clone),
+    RandomOp("log_normal.default", aten.log_normal.default, meta=_clone),
+    RandomOp("exponential.default", aten.exponential.default, meta=_clone),
+    RandomOp("cauchy.default", aten.cauchy.default, meta=_clone),
+    RandomOp("geometric.default", aten.geometric.default, meta=_clone),
+    RandomOp("random.default", aten.random.default, meta=_clone),
+    RandomOp("random.to", aten.random.to, meta=_clone),
+    RandomOp("random.from", getattr(aten.random, "from"), meta=_clone),
     RandomOp("rand_like.default", torch.rand_like),
     RandomOp("rand_like.generator", torch.rand_like),
     RandomOp("randn_like.default", torch.randn_like),
@@ -125,14 +135,14 @@ TABLE = (
     RandomOp("bernoulli.p", torch.bernoulli),
     RandomOp("native_dropout.default", _native_dropout, reads_input=True),
     RandomOp("bernoulli.default", torch.bernoulli, reads_input=True, exact=False),
-    RandomOp("poisson.default", torch.poisson, reads_input=True, least_span=_REJECTION, exact=False),
+    RandomOp("poisson.default", torch.poisson, reads_input=True, least_span=_REJECTION, meta=_contiguous, exact=False),
     RandomOp(
         "binomial.default",
         torch.binomial,
         reads_input=True,
         tensors=2,
         least_span=_REJECTION,
-        meta=_like,
+        meta=_contiguous,
         exact=False,
     ),
     RandomOp(
@@ -140,7 +150,7 @@ TABLE = (
         torch._standard_gamma,
         reads_input=True,
         least_span=_REJECTION,
-        meta=_like,
+        meta=_contiguous,
         exact=False,
     ),
     RandomOp(
@@ -149,19 +159,28 @@ TABLE = (
         reads_input=True,
         placed=Placed.ROWS,
         least_span=_REJECTION,
-        meta=_like,
+        meta=_contiguous,
         exact=False,
     ),
     RandomOp(
         "multinomial.default", torch.multinomial, reads_input=True, placed=Placed.ROWS, values=_MULTINOMIAL, exact=False
     ),
-    RandomOp("rrelu_with_noise.default", aten.rrelu_with_noise.default, reads_input=True, tensors=2, exact=False),
+    RandomOp(
+        "rrelu_with_noise.default",
+        aten.rrelu_with_noise.default,
+        reads_input=True,
+        tensors=2,
+        meta=_contiguous,
+        functional="rrelu_with_noise_functional.default",
+        exact=False,
+    ),
     RandomOp(
         "rrelu_with_noise_.default",
         aten.rrelu_with_noise_.default,
         in_place=True,
         reads_input=True,
         tensors=2,
+        functional="rrelu_with_noise_functional.default",
         exact=False,
     ),
     RandomOp(
@@ -169,6 +188,7 @@ TABLE = (
         aten.rrelu_with_noise_functional.default,
         reads_input=True,
         tensors=2,
+        meta=_two_clones,
         exact=False,
     ),
     *(

@@ -10,6 +10,7 @@ SUPPORTED = "2.11 to 2.15"
 PRIVATE_NAMES = (
     "torch:_disable_dynamo",
     "torch._C:_len_torch_dispatch_stack",
+    "torch._functorch.compile_utils:rand_ops",
     "torch.distributed._functional_collectives:_are_we_tracing",
     "torch.distributed._functional_collectives:all_reduce",
     "torch.distributed._local_tensor:LocalTensor",

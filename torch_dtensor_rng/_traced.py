@@ -1,8 +1,8 @@
 """Random ops under tracing (torch.compile, fake tensors): one custom op a row, so that a graph holds the draw and not
 the moves of the generator around it.
 
-The custom op takes the arguments of the aten op and the layout of the shards, and does when it runs what eager mode
-does. Which shard is its own it works out then, from its rank: torch's compile caches hand one rank's graph to another
+The custom op takes the arguments of the aten op and the layout of the shards, writes none of them, and does when it runs
+what eager mode does. Which shard is its own it works out then, from its rank: torch's compile caches hand one rank's graph to another
 (PyTorch issue 185520), so no rank's coordinate may be in it.
 """
 
@@ -41,13 +41,14 @@ def _name(row: RandomOp) -> str:
 
 
 def _schema(row: RandomOp) -> str:
-    """The aten op's schema with the layout as further keyword arguments. An in-place op returns nothing, as
-    functionalisation asks of a custom op, and ``from`` gets a name that graph code can write."""
+    """The aten op's schema with the layout as further keyword arguments, without anything that is written, and with
+    ``from`` under a name that graph code can write."""
     arguments, returns = re.fullmatch(r"[^(]*\((.*)\) -> (.*)", str(row.op._schema)).groups()  # type: ignore[union-attr]
+    arguments, returns = (re.sub(r"\([a-z]!\)", "", one) for one in (arguments, returns))
     arguments = re.sub(r"\bfrom\b", "from_", arguments)
     star = "" if "*, " in arguments else "*, "
     layout = ", ".join(f"{kind} {name}" for name, kind in _LAYOUT.items())
-    return f"{_name(row)}({arguments}, {star}{layout}) -> {'()' if row.in_place else returns}"
+    return f"{_name(row)}({arguments}, {star}{layout}) -> {returns}"
 
 
 def _define(row: RandomOp) -> None:
@@ -65,12 +66,11 @@ def _define(row: RandomOp) -> None:
     ) -> Any:
         coordinate = _coordinate(dist.get_rank(), ranks, strides, sizes)
         plan = _random._ShardLayout(tuple(weights), num_shards, step, end).plan(coordinate)
-        out = draw(row, plan, local, args, kwargs)
-        return None if row.in_place else out
+        return draw(row, plan, torch.empty_like(local) if row.in_place else local, args, kwargs)
 
     def fake(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in _LAYOUT}
-        return None if row.in_place else (row.meta or row.call)(local, *args, **kwargs)
+        return torch.empty_like(local) if row.in_place else (row.meta or row.call)(local, *args, **kwargs)
 
     # The tag keeps the partitioner from drawing once more in the backward graph.
     _library.define(_schema(row), tags=(torch.Tag.nondeterministic_seeded,))
@@ -78,11 +78,17 @@ def _define(row: RandomOp) -> None:
     register_fake(f"{NAMESPACE}::{_name(row)}", fake, lib=_library)
 
 
-for _row in TABLE:
+_DEFINED = {row.overload: row for row in TABLE if row.functional is None}
+
+for _row in _DEFINED.values():
     _define(_row)
 
+# No two nodes of these may be merged into one. Where a graph has gradients, fx_graph_cse of torch._functorch.compile_utils
+# goes by a list, and on torch 2.11 to 2.13 not by the tag.
+RANDOM_PACKETS = tuple(getattr(getattr(torch.ops, NAMESPACE), _name(row)) for row in _DEFINED.values())
+
 # Part of the key of torch's compile caches: a cached graph calls these ops, with places worked out by this version.
-GRAPH_FORMAT = "1:" + hashlib.sha256("\n".join(map(_schema, TABLE)).encode()).hexdigest()[:16]
+GRAPH_FORMAT = "2:" + hashlib.sha256("\n".join(map(_schema, _DEFINED.values())).encode()).hexdigest()[:16]
 
 
 def _coordinate(rank: int, ranks: Sequence[int], strides: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -117,9 +123,17 @@ def call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Records ``row`` on a traced local tensor; the generator moves when the graph runs."""
+    """Records ``row`` on a traced local tensor; the generator moves when the graph runs.
+
+    An in-place op is recorded as a functional one and a copy: of two in-place custom ops on empty tensors, inductor on
+    torch 2.13 reads the second tensor before it is filled.
+    """
+    if row.functional is not None:
+        out, written = call(_DEFINED[row.functional], mesh, layout, local, args, kwargs)
+        args[0].copy_(written)
+        return local.copy_(out) if row.in_place else out
     ranks, strides = _mesh_geometry(mesh, dist.get_rank())
-    return getattr(getattr(torch.ops, NAMESPACE), _name(row))(
+    out = getattr(getattr(torch.ops, NAMESPACE), _name(row))(
         local,
         *args,
         **kwargs,
@@ -131,3 +145,4 @@ def call(
         step=layout.step,
         end=layout.end,
     )
+    return local.copy_(out) if row.in_place else out
