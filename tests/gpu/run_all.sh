@@ -8,6 +8,7 @@ processes=${2:-12}
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1
 logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
 
 in_parts() { # the tests of the files $@, spread over processes
   local part pids=() failed=0
