@@ -33,7 +33,10 @@ def as_rank(
 
 def each_rank(mesh_shape: tuple[int, ...], fn: Callable[[int, DeviceMesh], Any], device: str = "cpu") -> list[Any]:
     """What ``fn(rank, mesh)`` returns on every rank of a mesh, played in turn."""
-    return [fn(rank, as_rank(rank, mesh_shape, device)) for rank in range(math.prod(mesh_shape))]
+    # DTensor has a sharding cache in each thread, and as_rank clears that of this one: the backward pass of CUDA tensors
+    # must not run in another.
+    with torch.autograd.set_multithreading_enabled(False):
+        return [fn(rank, as_rank(rank, mesh_shape, device)) for rank in range(math.prod(mesh_shape))]
 
 
 def coordinates(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -120,7 +120,7 @@ def stock_consumption(draw):
     return default.get_offset()
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", TORCHS_OPS)
 def test_a_local_op_consumes_at_most_what_is_reserved(name):
     from torch_dtensor_rng import _random
 
