@@ -120,3 +120,13 @@ def test_the_first_draw_of_a_thread_by_a_factory(surroundings, installed):
     thread.start()
     thread.join()
     assert len(drawn) == 2 and torch.equal(*drawn)
+
+
+def test_randperm_that_cannot_require_gradients_draws_nothing(installed):
+    mesh = as_rank(1, (4,))
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="can require gradients"):
+        tdr.randperm(8, requires_grad=True, device_mesh=mesh)
+    assert torch.equal(before, torch.get_rng_state())
+    made = tdr.randperm(8, dtype=torch.float32, requires_grad=True, device_mesh=mesh, placements=[Shard(0)])
+    assert made.requires_grad and made.is_leaf

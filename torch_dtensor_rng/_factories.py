@@ -190,7 +190,9 @@ def randperm(
     """
     _check_is_generator(generator)
     with torch.no_grad():
-        x = _empty(n, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements)
+        x = _empty(
+            n, requires_grad=requires_grad, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements
+        )
         check_in_place("randperm", x)
         mesh = x.device_mesh
         if mesh._is_current_rank_part_of_mesh():
