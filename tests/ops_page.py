@@ -2,7 +2,7 @@
 
 import pathlib
 
-from torch_dtensor_rng import _ops
+from torch_dtensor_rng import _composed, _ops
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "ops.md"
 
@@ -56,7 +56,7 @@ def render() -> str:
         "",
         "`normal` with tensors does not look for a standard deviation below zero, which would take a collective.",
         "",
-        *(f"- `{name}`" for name in _ops.COMPOSED),
+        *(f"- `{name}`" for name in _composed.COMPOSED),
         "",
         "## Decomposed",
         "",

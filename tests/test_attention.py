@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from test_semantics import shard_key, state
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, empty
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from worlds import as_rank, default_generator, each_rank
@@ -50,11 +51,10 @@ def test_how_shards_are_placed_and_drawn(name, placements, installed, monkeypatc
         q = empty(4, 4, 6, 8, device_mesh=mesh, placements=placements).fill_(1)
         out, *_ = row.op(q, q, q, *ARGUMENTS[name])
         assert out.placements == placements and out.shape == q.shape
-        end = torch.get_rng_state()
+        end = state(torch.default_generator)
         second, *_ = row.op(q, q, q, *ARGUMENTS[name])
         assert not torch.equal(out.to_local(), second.to_local())
-        at = tuple(c for c, one in zip(mesh.get_coordinate(), placements) if isinstance(one, Shard))
-        return at, out.to_local(), end.numpy().tobytes()
+        return shard_key(mesh, placements), out.to_local(), end
 
     check_shards(each_rank((2, 2), on_rank))
 
@@ -156,8 +156,7 @@ def test_masks(backend, dtype, placements, installed):
             torch.manual_seed(0)
             F.scaled_dot_product_attention(query, query, value, dropout_p=0.0)
             assert generator.get_offset() == 0, "no dropout draws nothing"
-        at = tuple(c for c, one in zip(mesh.get_coordinate(), placements) if isinstance(one, Shard))
-        return at, kept, end
+        return shard_key(mesh, placements), kept, end
 
     check_shards(each_rank((2, 2), on_rank, "cuda"))
 

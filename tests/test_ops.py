@@ -20,7 +20,7 @@ from torch_dtensor_rng import _composed, _dispatch, _ops
 aten = torch.ops.aten
 TABLES = {
     "the table": [row.overload for row in _ops.TABLE],
-    "composed": _ops.COMPOSED,
+    "composed": list(_composed.COMPOSED),
     "decomposed": _ops.DECOMPOSED,
     "refused": list(_ops.REFUSED),
     "out of scope": list(_ops.OUT_OF_SCOPE),
@@ -67,7 +67,7 @@ def test_every_row_is_drawn_by_the_tests_of_the_promises(installed, monkeypatch)
         for generator in (None, torch.Generator()):
             draw(empty(16, 6, device_mesh=mesh, placements=[Shard(0)]), generator)
     attention = {row.op for row in _ops.TABLE if row.placed is _ops.Placed.TORCH_RULE}
-    expected = {row.op for row in _ops.TABLE} | {_ops.overload(name) for name in _ops.COMPOSED}
+    expected = {row.op for row in _ops.TABLE} | {_ops.overload(name) for name in _composed.COMPOSED}
     assert {str(op) for op in expected - attention - drawn} == set()
 
 

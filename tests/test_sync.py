@@ -21,8 +21,12 @@ def caught(draw):
     return None
 
 
+def two_dims():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
 def check_after_a_plain_draw_on_rank_2(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = two_dims()
     torch.manual_seed(7)
     in_step = caught(lambda: tdr.check_rng_sync(mesh))
     if rank == 2:
@@ -34,10 +38,6 @@ def check_after_a_plain_draw_on_rank_2(rank):
     passed = caught(lambda: tdr.check_rng_sync(mesh, generator))
     generator.manual_seed(rank // 2)
     return in_step, found, passed, caught(lambda: tdr.check_rng_sync(mesh, generator))
-
-
-def two_dims():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def seeded_by_rank(rank, mesh, x):

@@ -44,13 +44,7 @@ def coordinates(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _process(
-    rank: int,
-    world_size: int,
-    store: str,
-    results: Any,
-    group_timeout: float,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     try:
@@ -59,7 +53,7 @@ def _process(
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=group_timeout),
+            timeout=datetime.timedelta(seconds=60),
         )
         results.put((rank, fn(rank, *args), None))
         dist.barrier()
@@ -72,9 +66,7 @@ def _process(
         raise
 
 
-def gloo(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, group_timeout: float = 60
-) -> list[Any]:
+def gloo(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """What ``fn(rank, *args)`` returns on every rank of ``world_size`` processes over gloo. ``fn`` and what it returns
     are pickled; return plain data."""
     context = mp.get_context("spawn")
@@ -82,7 +74,7 @@ def gloo(
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes = [
-            context.Process(target=_process, args=(rank, world_size, store, results, group_timeout, fn, args))
+            context.Process(target=_process, args=(rank, world_size, store, results, fn, args))
             for rank in range(world_size)
         ]
         for process in processes:

@@ -7,18 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from . import _dispatch, _ops
 
 aten = torch.ops.aten
-
-
-def _reduced(x: DTensor) -> DTensor:
-    """``x`` with its ``Partial`` placements reduced."""
-    if not any(one.is_partial() for one in x.placements):
-        return x
-    return x.redistribute(placements=[Replicate() if one.is_partial() else one for one in x.placements])
 
 
 def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> DTensor:
@@ -33,7 +26,7 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = No
         if other.ndim and not isinstance(other, DTensor) and not DTensor._op_dispatcher._allow_implicit_replication:
             raise _dispatch.mixed(aten.normal.Tensor_Tensor)
     shape = torch.broadcast_shapes(*(one.shape for one in tensors))
-    first = _reduced(first)
+    first = _dispatch.reduced(first)
     if first.shape != shape:
         first = aten.expand.default(first, shape)
     out = aten.empty_like.default(first, memory_format=torch.contiguous_format)
@@ -44,29 +37,23 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = No
     return aten.add_.Tensor(out, mean) if isinstance(mean, torch.Tensor) else aten.add_.Tensor(out, float(mean))
 
 
-def _bernoulli_(self: Any, p: Any, *, generator: torch.Generator | None = None) -> DTensor:
-    if not isinstance(self, DTensor):
-        raise _dispatch.mixed(aten.bernoulli_.Tensor)
+def _bernoulli_(self: DTensor, p: torch.Tensor, *, generator: torch.Generator | None = None) -> DTensor:
     _dispatch.check_in_place(aten.bernoulli_.Tensor, self)
     probabilities = aten.copy_.default(aten.empty_like.default(self, dtype=p.dtype), p)
     return aten.copy_.default(self, aten.bernoulli.default(probabilities, generator=generator))
 
 
-def _bernoulli(self: Any, p: Any, *, generator: torch.Generator | None = None) -> DTensor:
-    if not isinstance(self, DTensor):
-        raise _dispatch.mixed(aten.bernoulli.Tensor)
-    return _bernoulli_(aten.empty_like.default(_reduced(self)), p, generator=generator)
+def _bernoulli(self: DTensor, p: torch.Tensor, *, generator: torch.Generator | None = None) -> DTensor:
+    return _bernoulli_(aten.empty_like.default(_dispatch.reduced(self)), p, generator=generator)
 
 
-def _randint_like(self: Any, high: torch.Tensor, **kwargs: Any) -> DTensor:
-    if not isinstance(self, DTensor):
-        raise _dispatch.mixed(aten.randint_like.Tensor)
+def _randint_like(self: DTensor, high: torch.Tensor, **kwargs: Any) -> DTensor:
     if isinstance(high, DTensor):
         high = high.full_tensor()
     return torch.randint_like(self, int(high), **kwargs)  # type: ignore[return-value]
 
 
-_COMPOSED: dict[str, Callable[..., DTensor]] = {
+COMPOSED: dict[str, Callable[..., DTensor]] = {
     "normal.Tensor_Tensor": _normal,
     "normal.Tensor_float": _normal,
     "normal.float_Tensor": _normal,
@@ -78,7 +65,12 @@ _COMPOSED: dict[str, Callable[..., DTensor]] = {
 
 
 def _composed(function: Callable[..., DTensor]) -> _dispatch.Handler:
-    return lambda op, args, kwargs: function(*args, **kwargs)
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+        if function is not _normal and not isinstance(args[0], DTensor):  # normal takes either of its arguments for it
+            raise _dispatch.mixed(op)
+        return function(*args, **kwargs)
+
+    return handler
 
 
 def _decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,7 +85,7 @@ def _refuse(way_out: str) -> _dispatch.Handler:
 
 
 HANDLERS: dict[Any, _dispatch.Handler] = {
-    **{_ops.overload(name): _composed(_COMPOSED[name]) for name in _ops.COMPOSED},
+    **{_ops.overload(name): _composed(function) for name, function in COMPOSED.items()},
     **{_ops.overload(name): _decompose for name in _ops.DECOMPOSED},
     **{_ops.overload(name): _refuse(way_out) for name, way_out in _ops.REFUSED.items() if _ops.exists(name)},
 }

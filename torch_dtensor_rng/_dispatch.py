@@ -16,9 +16,8 @@ from torch._C import _len_torch_dispatch_stack
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed._local_tensor import LocalTensor, enabled_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 from . import _random, _traced
 from ._draw import draw
@@ -100,7 +99,9 @@ def _quick_handler(row: RandomOp) -> Handler:
             or "device" in kwargs
             or (tracker is not None and not tracker._use_distribute_region)
         ):
-            return _run(row, x, args[1:], kwargs)
+            out = _run(row, x, args[1:], kwargs)
+            _remember(spec, local)
+            return out
         if in_place:
             draw(row, known.plan, local, args[1:], kwargs)
             return x
@@ -150,14 +151,11 @@ def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
     """Any call: the first of a spec, and those that the quick path does not serve."""
     if row.in_place:
         check_in_place(row.op, x)
-    if row.placed is Placed.ROWS:
-        x = _with_whole_rows(x)
+    if row.reads_input:
+        x = reduced(x, x._spec.ndim - 1 if row.placed is Placed.ROWS else None)
     spec, local = x._spec, x._local_tensor
     if not spec.mesh._is_current_rank_part_of_mesh():
         return _on_other_rank(row, x, args, kwargs)
-    if row.reads_input and _is_partial(spec):
-        reduced = _spec_like(spec, spec.tensor_meta)
-        spec, local = reduced, redistribute_local_tensor(local, spec, reduced)
     if kwargs.get("device") is not None:
         # The draw is made on that device, by its generator; the input only lends its layout.
         local = torch.empty_like(local, device=kwargs["device"])
@@ -168,8 +166,6 @@ def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
             for position, other in enumerate(args, start=1)
         )
     out = _on_local(row, spec.mesh, _layout_of(row, spec), local, args, kwargs)
-    if _is_quick(row):
-        _remember(spec, local)
     return x if row.in_place else _wrap(out, specs)
 
 
@@ -180,17 +176,25 @@ def _layout_of(row: RandomOp, spec: DTensorSpec) -> _random._ShardLayout:
 def _remember(spec: DTensorSpec, local: torch.Tensor) -> None:
     if local.is_meta or type(local) is not torch.Tensor or _is_partial(spec) or _are_we_tracing():
         return
+    if not spec.mesh._is_current_rank_part_of_mesh():
+        return
     if len(_known) >= _KNOWN_SPECS:
         _known.clear()
     _known[id(spec)] = _Known(spec, _random._plan_for(spec))
 
 
-def _with_whole_rows(x: DTensor) -> DTensor:
-    """``x`` with nothing but its leading dims sharded, as an op needs that looks at a whole row at once."""
-    rows = x._spec.ndim - 1
-    placements = tuple(
-        Replicate() if one.is_partial() or getattr(one, "dim", None) == rows else one for one in x._spec.placements
+def _without_partial(placements: tuple[Placement, ...], whole: int | None = None) -> tuple[Placement, ...]:
+    """``Replicate`` for every ``Partial``, and for every shard of the tensor dim ``whole``."""
+    return tuple(
+        Replicate() if one.is_partial() or (whole is not None and getattr(one, "dim", None) == whole) else one
+        for one in placements
     )
+
+
+def reduced(x: DTensor, whole: int | None = None) -> DTensor:
+    """``x`` with its ``Partial`` placements reduced, and its tensor dim ``whole`` not sharded. Communicates if there are
+    any of them."""
+    placements = _without_partial(x._spec.placements, whole)
     return x if placements == x._spec.placements else x.redistribute(placements=placements)
 
 
@@ -279,7 +283,7 @@ def _spec_like(spec: DTensorSpec, tensor_meta: TensorMeta | None) -> DTensorSpec
     new = copy.copy(spec)
     new.tensor_meta = tensor_meta
     if _is_partial(spec):
-        new.placements = tuple(Replicate() if one.is_partial() else one for one in spec.placements)
+        new.placements = _without_partial(spec.placements)
     return new
 
 

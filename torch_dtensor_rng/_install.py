@@ -27,10 +27,10 @@ _lock = threading.RLock()
 class _Patches:
     """What is set in torch, and how to set it back. Patches nest: the last ones are taken out first."""
 
+    _what: str
+
     def __init__(self) -> None:
         self._undo: list[tuple[Any, Any, Any]] = []
-
-    _what: str
 
     def _put_in(self) -> None:
         raise NotImplementedError
@@ -88,13 +88,12 @@ class Installation(_Patches):
         self.policy = policy
 
     def _put_in(self) -> None:
-        handlers = DTensor._op_dispatcher._custom_op_handlers
-        for op, handler in (_dispatch.HANDLERS | _composed.HANDLERS).items():
-            self._set(handlers, op, handler)
+        rows = _dispatch.HANDLERS
         if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             watch = _debug.Watch(None, _DEBUG_HISTORY)
-            for op, handler in _dispatch.HANDLERS.items():
-                handlers[op] = watch.wrap(handler)
+            rows = {op: watch.wrap(handler) for op, handler in rows.items()}
+        for op, handler in (rows | _composed.HANDLERS).items():
+            self._set(DTensor._op_dispatcher._custom_op_handlers, op, handler)
         self._set(torch_random, "OffsetBasedRNGTracker", _random.OffsetBasedRNGTracker)
         tracker = _AnyDeviceTracker()
         for module in (torch_random, _random):

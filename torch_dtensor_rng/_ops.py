@@ -1,7 +1,7 @@
 """The random ops of aten, as data: which the package handles and how, which it refuses, and which are not its matter.
 
 Adding an op is adding a row. A test walks the overloads of the running torch that are tagged ``nondeterministic_seeded``
-and fails on any that is in none of the tables here.
+and fails on any that is in none of the tables here and not made of rows in ``_composed.py``.
 """
 
 from collections.abc import Callable
@@ -201,17 +201,6 @@ TABLE = (
             "_scaled_dot_product_cudnn_attention",
         )
     ),
-)
-
-# Made of other ops on DTensors, the random ones of which are rows of the table (_composed.py).
-COMPOSED = (
-    "normal.Tensor_Tensor",
-    "normal.Tensor_float",
-    "normal.float_Tensor",
-    "bernoulli.Tensor",
-    "bernoulli_.Tensor",
-    "randint_like.Tensor",
-    "randint_like.Tensor_generator",
 )
 
 # Torch itself makes these of other ops before a DTensor sees them; under inference_mode the package does.

@@ -179,14 +179,15 @@ def _error(
     name: str, mesh: DeviceMesh, states: dict[int, GeneratorState], calls: dict[int, str], call: Call
 ) -> RNGDesyncError:
     lines = []
+    told_apart: dict[int, Any] = dict(states)
     if len(set(calls.values())) > 1:
+        told_apart = dict(calls)
         lines.append(f"{call.lead}ranks of {_mesh_text(mesh)} are at different random ops.")
         lines += ["", *_table("at", calls)]
     else:
         lines.append(f"{call.lead}{name} is not in the same state on all ranks of {_mesh_text(mesh)}.")
     lines += ["", *_table("generator", states), ""]
-    told_apart: dict[int, Any] = calls if len(set(calls.values())) > 1 else dict(states)
-    lines += _odd_ones(told_apart, mesh.mesh.tolist(), _dim_names(mesh))
+    lines += _odd_ones(told_apart, mesh.mesh, _dim_names(mesh))
     lines.append(
         "Seed all ranks of the mesh alike (torch.manual_seed, torch_dtensor_rng.manual_seed), and run the same random ops "
         "on all of them, in the same order. torch_dtensor_rng.RNGSyncDebugMode() finds the first op at which they differ; "
@@ -237,9 +238,8 @@ def _table(head: str, values: dict[int, Any]) -> list[str]:
     return [*lines, f"  ... and {left_out} more"] if left_out > 0 else lines
 
 
-def _odd_ones(values: dict[int, Any], mesh: Any, names: Sequence[str]) -> list[str]:
-    """Which ranks differ from most, and along which dims of the mesh, a nested list of ranks."""
-    table = torch.tensor(mesh)
+def _odd_ones(values: dict[int, Any], table: torch.Tensor, names: Sequence[str]) -> list[str]:
+    """Which ranks differ from most, and along which dims of the mesh, whose ranks are ``table``."""
     at = {int(table[index]): index for index in itertools.product(*map(range, table.shape))}
     dims = [dim for dim, size in enumerate(table.shape) if size > 1]
     differ = [
@@ -255,11 +255,11 @@ def _odd_ones(values: dict[int, Any], mesh: Any, names: Sequence[str]) -> list[s
     (_, most), (_, second), *_ = _holders(values)
     if len(most) > len(second):
         odd = sorted(rank for rank in values if rank not in most)
+        first = at[odd[0]]
         slices = [
-            f"{names[dim]} {index}"
+            f"{names[dim]} {first[dim]}"
             for dim in dims
-            for index in {at[odd[0]][dim]}
-            if sorted(table.select(dim, index).flatten().tolist()) == odd
+            if sorted(table.select(dim, first[dim]).flatten().tolist()) == odd
         ]
         where = slices or [", ".join(f"{names[dim]} {at[rank][dim]}" for dim in dims) for rank in odd[:4]]
         more = "" if slices or len(odd) <= 4 else "; ..."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole GPU suite on one machine with a CUDA device: the package installed, then _random.py copied over torch's own.
-# Needs pytest and hypothesis; the two files left out need expecttest and have no GPU tests.
+# Needs pytest and hypothesis; the three files left out need expecttest and have no GPU tests.
 # Usage: bash tests/gpu/run_all.sh [PYTHON [PROCESSES]]
 set -u
 python=${1:-python3}
@@ -8,7 +8,8 @@ processes=${2:-12}
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1
 logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+kept=$(mktemp)
+trap 'rm -rf "$logs" "$kept"' EXIT
 
 in_parts() { # the tests of the files $@, spread over processes
   local part pids=() failed=0
@@ -27,9 +28,8 @@ in_parts tests --ignore=tests/test_errors.py --ignore=tests/test_golden.py --ign
 installed=$?
 
 torchs=$("$python" -c 'import torch.distributed.tensor._random as r; print(r.__file__)')
-kept=$(mktemp)
 cp "$torchs" "$kept"
-trap 'cp "$kept" "$torchs"; rm -rf "$kept" "$logs"' EXIT
+trap 'cp "$kept" "$torchs"; rm -rf "$logs" "$kept"' EXIT
 cp torch_dtensor_rng/_random.py "$torchs"
 TDR_IN_TREE=copied in_parts tests/test_semantics.py tests/test_local_tensor.py
 copied=$?

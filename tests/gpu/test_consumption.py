@@ -1,17 +1,12 @@
 """What the local call of each row consumes, measured by the generator, against the distance between shards."""
 
-import os
 import random
-import sys
 
 import pytest
 import torch
+from test_semantics import OPS
 from torch.distributed.tensor import Shard, empty
 from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
-
-from test_semantics import OPS
 from worlds import as_rank, default_generator
 
 from torch_dtensor_rng import _dispatch, _ops
