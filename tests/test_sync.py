@@ -1,6 +1,7 @@
 """Ranks that drift apart are found, on every rank of the mesh, and named."""
 
 import datetime
+import os
 
 import expecttest
 import torch
@@ -377,3 +378,50 @@ def outside(rank):
 
 def test_ranks_outside_the_mesh_do_nothing():
     assert gloo(4, outside) == [None, [1, 2], [1, 2], None]
+
+
+def three_draws_then_a_drift(x, rank):
+    x.normal_()
+    x.uniform_()
+    if rank == 1:
+        torch.rand(1)
+    x.exponential_()
+
+
+def trails(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    alone = DeviceMesh("cpu", [0])
+    found = {}
+
+    def run():
+        torch.manual_seed(0)
+        empty(8, 4, device_mesh=alone, placements=[Shard(0)]).log_normal_()  # rank 1 is outside of this mesh
+        torch.manual_seed(0)
+        return caught(lambda: three_draws_then_a_drift(empty(8, 4, device_mesh=mesh, placements=[Shard(0)]), rank))[0]
+
+    with tdr.install():
+        for history in (0, 2, 8):
+            with tdr.RNGSyncDebugMode(history=history):
+                found[history] = run()
+        with tdr.RNGSyncDebugMode(alone):
+            three_draws_then_a_drift(empty(8, 4, device_mesh=mesh, placements=[Shard(0)]), rank)
+        three_draws_then_a_drift(empty(8, 4, device_mesh=mesh, placements=[Shard(0)]), rank)
+    os.environ["TORCH_DTENSOR_RNG_DEBUG"] = "1"
+    with tdr.install():
+        found["variable"] = run()
+    return found
+
+
+def test_the_trail_of_the_last_draws_and_the_variable():
+    for rank, found in enumerate(gloo(2, trails)):
+        trail = {key: text.partition(f"The last draws of this rank, rank {rank}:\n")[2] for key, text in found.items()}
+        assert trail[0] == "" and "The last draws" not in found[0]
+        draws = [line for line in trail[2].splitlines() if " on a DTensor" in line]
+        at = three_draws_then_a_drift.__code__.co_firstlineno
+        assert [
+            f"test_sync.py:{at + i}: aten.{op}_.default" in line
+            for i, op, line in zip((1, 2), ("normal", "uniform"), draws)
+        ] == [True] * 2
+        outside = "aten.log_normal_.default" not in trail[8]
+        assert outside == (rank == 1), "what this rank has not drawn is not in its trail"
+        assert trail["variable"] == trail[8]
