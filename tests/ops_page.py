@@ -16,7 +16,7 @@ Generated from `torch_dtensor_rng/_ops.py` by `python tests/ops_page.py`. Every 
 - Reads its input: a `Partial` input is reduced to `Replicate` first, which communicates. Where an op only takes the
   shape of its input, a `Partial` one gives a `Replicate` result, and nothing is reduced.
 - Further tensor arguments are brought to the placements of the first one, which communicates where they differ. A plain
-  tensor among them has to be a scalar.
+  tensor among them has to be a scalar, except under `implicit_replication()`.
 - Span: the distance between shards, in offsets of a Philox generator, is never less than the local op can touch: a
   function of the number of values it draws, and where one is named here, at least that. The CPU needs none.
 - Exact: the numbers can be those of one device whatever the sharding. This is for a policy to come; under policy

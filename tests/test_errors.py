@@ -185,36 +185,67 @@ class TestRefusals(Case):
     def test_out(self):
         self.check(
             NotImplementedError,
-            """aten.bernoulli.out: this random op is not supported on DTensors; call it without out=, and copy_() what it returns into the tensor.""",
+            """aten.bernoulli.out: this op is not supported on DTensors; call it without out=, and copy_() what it returns into the tensor.""",
             lambda: torch.bernoulli(self.x(), out=self.x()),
         )
 
     def test_factory_with_out(self):
         self.check(
             NotImplementedError,
-            """aten.rand.out: this random op is not supported on DTensors; fill the tensor in place with uniform_(), normal_() or random_(), or draw it anew with torch_dtensor_rng's rand().""",
+            """aten.rand.out: this op is not supported on DTensors; fill the tensor in place with uniform_(), normal_() or random_(), or draw it anew with torch_dtensor_rng's rand().""",
             lambda: torch.rand(16, 6, out=self.x()),
         )
+
+    def test_factory_with_out_that_torch_decomposes(self):
+        for fn in (
+            lambda: torch.randn(16, 6, out=self.x()),
+            lambda: torch.rand(16, 6, generator=torch.Generator(), out=self.x()),
+        ):
+            self.check(
+                NotImplementedError,
+                """aten.resize_.default: this op is not supported on DTensors; if it comes from out= of torch.rand() or torch.randn(), fill the tensor in place with uniform_(), normal_() or random_(), or draw it anew with torch_dtensor_rng's rand() or randn().""",
+                fn,
+            )
+
+    def test_every_public_out_is_refused(self):
+        x = self.x()
+        for fn in (
+            lambda: torch.bernoulli(x, out=x),
+            lambda: torch.multinomial(x, 1, out=x),
+            lambda: torch.normal(x, x, out=x),
+            lambda: torch.normal(x, 1.0, out=x),
+            lambda: torch.normal(1.0, x, out=x),
+            lambda: torch.normal(0.0, 1.0, (16, 6), out=x),
+            lambda: torch.rand(16, 6, out=x),
+            lambda: torch.randn(16, 6, generator=torch.Generator(), out=x),
+            lambda: torch.randint(4, (16, 6), out=x),
+            lambda: torch.randint(2, 4, (16, 6), out=x),
+            lambda: torch.randperm(16, out=x),
+        ):
+            before = torch.get_rng_state()
+            with self.assertRaisesRegex(NotImplementedError, "^aten.*: this op is not supported on DTensors; "):
+                fn()
+            self.assertTrue(torch.equal(before, torch.get_rng_state()))
 
     def test_attention_on_the_cpu(self):
         q = empty(4, 2, 8, 8, device_mesh=self.mesh, placements=[Shard(0)]).fill_(1)
         self.check(
             NotImplementedError,
-            """aten._scaled_dot_product_flash_attention_for_cpu.default: this random op is not supported on DTensors; choose the math path: with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).""",
+            """aten._scaled_dot_product_flash_attention_for_cpu.default: this op is not supported on DTensors; choose the math path: with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).""",
             lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q),
         )
 
     def test_noise_that_is_laid_out_otherwise(self):
         self.check(
             RuntimeError,
-            """aten.rrelu_with_noise.default: argument 'noise' is written, and so has to be laid out like the first one, of shape (16, 6) and placements (Shard(dim=0),), found (16, 6) and (Replicate(),).""",
+            """aten.rrelu_with_noise.default: argument 'noise' is written, and so has to be laid out like the first one, of shape (16, 6) and placements (Shard(dim=0),), found (16, 6) and (Replicate(),). Redistribute the input to Replicate or Shard before the call, if it has a Partial placement.""",
             lambda: aten.rrelu_with_noise(self.x(), self.x(Replicate()), 0.1, 0.3, True),
         )
 
     def test_noise_for_a_partial_input(self):
         self.check(
             RuntimeError,
-            """aten.rrelu_with_noise.default: argument 'noise' is written, and so has to be laid out like the first one, of shape (16, 6) and placements (Replicate(),), found (16, 6) and (Partial(sum),).""",
+            """aten.rrelu_with_noise.default: argument 'noise' is written, and so has to be laid out like the first one, of shape (16, 6) and placements (Replicate(),), found (16, 6) and (Partial(sum),). Redistribute the input to Replicate or Shard before the call, if it has a Partial placement.""",
             lambda: torch.rrelu(self.x(Partial()), 0.1, 0.3, True),
         )
 
@@ -237,8 +268,9 @@ class TestRefusals(Case):
             (lambda: torch.normal(self.x(), torch.ones(16, 6)), "normal.Tensor_Tensor"),
             (lambda: torch.normal(torch.ones(16, 6), self.x()), "normal.Tensor_Tensor"),
             (lambda: torch.binomial(torch.ones(16, 6), self.x()), "binomial.default"),
-            (lambda: torch.binomial(self.x(), torch.ones(16, 6)), "copy_.default"),
-            (lambda: self.x().bernoulli_(torch.ones(16, 6)), "copy_.default"),
+            (lambda: torch.binomial(self.x(), torch.ones(16, 6)), "binomial.default"),
+            (lambda: self.x().bernoulli_(torch.ones(16, 6)), "bernoulli_.Tensor"),
+            (lambda: torch.randint_like(torch.ones(16, 6), self.x().sum()), "randint_like.Tensor"),
             (lambda: torch.empty(16, 6).bernoulli_(self.x()), "bernoulli_.Tensor"),
         ):
             before = torch.get_rng_state()

@@ -1,5 +1,6 @@
 """The tables of ops: nothing that draws is in none of them; further tensor arguments, whole rows, and refusals."""
 
+import itertools
 from types import SimpleNamespace
 
 import ops_page
@@ -12,7 +13,8 @@ from test_semantics import OPS
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, empty
 from torch.distributed.tensor.debug import CommDebugMode
-from worlds import as_rank, default_generator, gloo
+from torch.distributed.tensor.experimental import implicit_replication
+from worlds import as_rank, default_generator, each_rank, gloo
 
 import torch_dtensor_rng as tdr
 from torch_dtensor_rng import _composed, _dispatch, _ops
@@ -126,6 +128,11 @@ CERTAIN = {
         torch.binomial(at(RAMP, 0), at(RAMP[:1] % 2, 1)),
         RAMP * (RAMP[:1] % 2),
     ),
+    "binomial(count of a column, prob)": lambda at: (
+        torch.binomial(at(RAMP[:, :1].clone(), 0), at(RAMP % 2, 1)),
+        RAMP[:, :1] * (RAMP % 2),
+    ),
+    "binomial(scalar tensor, prob)": lambda at: (torch.binomial(torch.tensor(3.0), at(RAMP % 2, 0)), 3 * (RAMP % 2)),
     "poisson(0)": lambda at: (torch.poisson(at(torch.zeros(8, 6), 0)), torch.zeros(8, 6)),
     "multinomial(one hot)": lambda at: (
         torch.multinomial(at(torch.eye(8, 6), 0)[:6], 2, True),
@@ -288,6 +295,8 @@ def test_ranks_outside_the_mesh(installed):
         x = empty(16, 6, device_mesh=mesh, placements=[Shard(1)])
         out = draw(x, None)
         assert out.shape == (16, 6) and out.to_local().numel() == 0, name
+    high = empty((), device_mesh=mesh, placements=[Replicate()])
+    assert torch.randint_like(x, high).to_local().numel() == 0
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -302,6 +311,119 @@ def test_arguments_that_are_the_schemas_defaults(installed):
         assert torch.equal(ours, torch.normal(x, torch.ones_like(x)).to_local())
     with pytest.raises(RuntimeError, match="normal expects standard deviation to be non-complex"):
         torch.normal(1.0, x.to(torch.complex64))
+
+
+def test_the_dtype_is_the_means():
+    mesh = as_rank(0, (1,))
+    kinds = (torch.float32, torch.float64, torch.bfloat16)
+    for mean, std in itertools.product(kinds, kinds):
+        for sizes in ((), (3,)), ((3,), ()), ((3,), (3,)):
+            plain = [torch.ones(size, dtype=dtype) for size, dtype in zip(sizes, (mean, std))]
+            with tdr.install():
+                placed = [DTensor.from_local(x, mesh, [Replicate()], run_check=False) if x.ndim else x for x in plain]
+                ours = torch.normal(*placed)
+            assert ours.dtype == torch.normal(*plain).dtype
+            assert ours.to_local().dtype == ours.dtype
+
+
+def test_plain_tensors_taken_for_replicated_ones(installed):
+    mesh = as_rank(1, (4,))
+    x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)]).fill_(1)
+    with implicit_replication():
+        assert torch.equal(torch.binomial(torch.full((16, 6), 3.0), x).to_local(), torch.full((4, 6), 3.0))
+        assert torch.equal(torch.binomial(x, torch.ones(16, 6)).to_local(), torch.ones(4, 6))
+        assert torch.normal(torch.ones(16, 6), x).to_local().shape == (4, 6)
+        assert torch.equal(x.bernoulli_(torch.ones(16, 6)).to_local(), torch.ones(4, 6))
+        with pytest.raises(RuntimeError, match="got mixed"):
+            torch.empty(16, 6).bernoulli_(x)
+
+
+REFUSED_DTYPES = {  # for a tensor of integers
+    "uniform_": lambda x: x.uniform_(),
+    "uniform_(3, 2)": lambda x: x.float().uniform_(3, 2),
+    "normal_": lambda x: x.normal_(),
+    "cauchy_": lambda x: x.cauchy_(),
+    "log_normal_": lambda x: x.log_normal_(),
+    "exponential_": lambda x: x.exponential_(),
+    "rand_like": lambda x: torch.rand_like(x),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True),
+    "bernoulli": lambda x: torch.bernoulli(x),
+    "poisson": lambda x: torch.poisson(x),
+    "multinomial": lambda x: torch.multinomial(x, 2),
+    "binomial": lambda x: torch.binomial(x, x),
+    "_standard_gamma": lambda x: torch._standard_gamma(x),
+    "_sample_dirichlet": lambda x: torch._sample_dirichlet(x),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_DTYPES)
+def test_a_rank_whose_shard_is_empty_raises_what_the_others_raise(name, device, installed):
+    default = default_generator(device)
+
+    def on_rank(rank, mesh):
+        x = empty(2, 6, device_mesh=mesh, placements=[Shard(0)], dtype=torch.int64).fill_(1)
+        before = default.get_state()
+        errors = []
+        for _ in range(2):
+            with pytest.raises((RuntimeError, ValueError)) as raised:
+                REFUSED_DTYPES[name](x)
+            assert torch.equal(before, default.get_state())
+            errors.append((type(raised.value), str(raised.value)))
+        return errors
+
+    with_elements, _, *empty_ones = each_rank((4,), on_rank, device)
+    assert empty_ones == [with_elements] * 2
+
+
+def test_a_rank_whose_shard_is_empty_raises_in_a_graph_too(installed):
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def fill(x):
+        return torch.rand_like(x).normal_()
+
+    def on_rank(rank, mesh):
+        x = empty(2, 6, device_mesh=mesh, placements=[Shard(0)])
+        integers = empty(2, 6, device_mesh=mesh, placements=[Shard(0)], dtype=torch.int64)
+        fill(x)
+        before = torch.get_rng_state()
+        with pytest.raises(Exception, match=r"not implemented for 'Long'|floating-point"):
+            torch.compile(lambda x: x.normal_(), backend="aot_eager", fullgraph=True)(integers)
+        assert torch.equal(before, torch.get_rng_state())
+
+    each_rank((4,), on_rank)
+
+
+def test_an_empty_shards_mask_is_a_mask(device, installed):
+    mesh = as_rank(3, (4,), device)
+    x = empty(2, 6, device_mesh=mesh, placements=[Shard(0)])
+    out, mask = torch.native_dropout(x, 0.5, True)
+    assert (mask.dtype, mask.to_local().dtype, out.to_local().dtype) == (torch.bool, torch.bool, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["_standard_gamma", "_sample_dirichlet"])
+def test_gradients_of_gamma_and_dirichlet(name, device, installed):
+    def on_rank(rank, mesh):
+        torch.manual_seed(7)
+        whole = torch.rand(8, 6, device=device) + 0.5
+        weight = torch.rand(8, 6, device=device)
+        rows = slice(2 * rank, 2 * rank + 2)
+        x = DTensor.from_local(whole[rows], mesh, [Shard(0)], run_check=False).requires_grad_()
+        w = DTensor.from_local(weight[rows], mesh, [Shard(0)], run_check=False)
+        if name == "_standard_gamma":
+            out = torch.distributions.Gamma(x, torch.ones_like(x), validate_args=False).rsample()
+        else:
+            out = torch.distributions.Dirichlet(x, validate_args=False).rsample()
+        (out * w).to_local().sum().backward()
+        # The derivative of what was drawn, by torch's own formula on plain tensors.
+        drawn, alpha, w = out.detach().to_local(), whole[rows], weight[rows]
+        if name == "_standard_gamma":
+            expected = torch._standard_gamma_grad(alpha, drawn) * w
+        else:
+            total = alpha.sum(-1, True).expand_as(alpha)
+            expected = torch._dirichlet_grad(drawn, alpha, total) * (w - (drawn * w).sum(-1, True))
+        assert x.grad.placements == (Shard(0),)
+        torch.testing.assert_close(x.grad.to_local(), expected)
+
+    each_rank((4,), on_rank, device)
 
 
 @pytest.mark.parametrize("name", OPS)

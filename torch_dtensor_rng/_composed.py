@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from . import _dispatch, _ops
 
@@ -22,14 +22,13 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = No
         raise RuntimeError("normal expects standard deviation to be non-complex")
     first: Any
     first, *others = sorted(tensors, key=lambda one: not isinstance(one, DTensor))
-    for other in others:
-        if other.ndim and not isinstance(other, DTensor) and not DTensor._op_dispatcher._allow_implicit_replication:
-            raise _dispatch.mixed(aten.normal.Tensor_Tensor)
+    _dispatch.check_mixed(aten.normal.Tensor_Tensor, *others)
     shape = torch.broadcast_shapes(*(one.shape for one in tensors))
     first = _dispatch.reduced(first)
     if first.shape != shape:
         first = aten.expand.default(first, shape)
-    out = aten.empty_like.default(first, memory_format=torch.contiguous_format)
+    dtype = tensors[0].dtype  # that of the mean, if it is a tensor, were it a number's
+    out = aten.empty_like.default(first, dtype=dtype, memory_format=torch.contiguous_format)
     if not isinstance(std, torch.Tensor):
         out = aten.normal_.default(out, 0.0, std, generator=generator)
         return aten.add_.Tensor(out, mean)
@@ -38,18 +37,22 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = No
 
 
 def _bernoulli_(self: DTensor, p: torch.Tensor, *, generator: torch.Generator | None = None) -> DTensor:
+    _dispatch.check_mixed(aten.bernoulli_.Tensor, self, p, written=self)
     _dispatch.check_in_place(aten.bernoulli_.Tensor, self)
     probabilities = aten.copy_.default(aten.empty_like.default(self, dtype=p.dtype), p)
     return aten.copy_.default(self, aten.bernoulli.default(probabilities, generator=generator))
 
 
 def _bernoulli(self: DTensor, p: torch.Tensor, *, generator: torch.Generator | None = None) -> DTensor:
+    _dispatch.check_mixed(aten.bernoulli.Tensor, self, p, written=self)
     return _bernoulli_(aten.empty_like.default(_dispatch.reduced(self)), p, generator=generator)
 
 
 def _randint_like(self: DTensor, high: torch.Tensor, **kwargs: Any) -> DTensor:
+    _dispatch.check_mixed(aten.randint_like.Tensor, self, high, written=self)
     if isinstance(high, DTensor):
-        high = high.full_tensor()
+        # Ranks outside the mesh have no value of it, and draw nothing.
+        high = high.full_tensor() if high.device_mesh._is_current_rank_part_of_mesh() else torch.tensor(1)
     return torch.randint_like(self, int(high), **kwargs)  # type: ignore[return-value]
 
 
@@ -65,21 +68,33 @@ COMPOSED: dict[str, Callable[..., DTensor]] = {
 
 
 def _composed(function: Callable[..., DTensor]) -> _dispatch.Handler:
-    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-        if function is not _normal and not isinstance(args[0], DTensor):  # normal takes either of its arguments for it
-            raise _dispatch.mixed(op)
-        return function(*args, **kwargs)
-
-    return handler
+    return lambda op, args, kwargs: function(*args, **kwargs)
 
 
 def _decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op.decompose(*args, **kwargs)
 
 
+def _elementwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """A gradient of what was drawn, for which torch has no sharding rule: element by element, of tensors of one size."""
+    _dispatch.check_mixed(op, *args)
+    first = _dispatch.reduced(next(one for one in args if isinstance(one, DTensor)))
+    alike = (
+        _dispatch.redistributed(one, first.placements)
+        if isinstance(one, DTensor)
+        else distribute_tensor(one, first.device_mesh, first.placements, src_data_rank=None)
+        for one in args
+    )
+    stride = torch.empty(first.shape, device="meta").stride()
+    out = op(*(one._local_tensor for one in alike)).contiguous()
+    return DTensor.from_local(
+        out, first.device_mesh, first.placements, run_check=False, shape=first.shape, stride=stride
+    )
+
+
 def _refuse(way_out: str) -> _dispatch.Handler:
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError(f"{op}: this random op is not supported on DTensors; {way_out}.")
+        raise NotImplementedError(f"{op}: this op is not supported on DTensors; {way_out}.")
 
     return handler
 
@@ -87,5 +102,7 @@ def _refuse(way_out: str) -> _dispatch.Handler:
 HANDLERS: dict[Any, _dispatch.Handler] = {
     **{_ops.overload(name): _composed(function) for name, function in COMPOSED.items()},
     **{_ops.overload(name): _decompose for name in _ops.DECOMPOSED},
+    **{_ops.overload(name): _elementwise for name in _ops.GRADIENTS},
     **{_ops.overload(name): _refuse(way_out) for name, way_out in _ops.REFUSED.items() if _ops.exists(name)},
+    aten.resize_.default: _refuse(_ops.RESIZED),
 }

@@ -16,11 +16,11 @@ from torch._C import _len_torch_dispatch_stack
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed._local_tensor import LocalTensor, enabled_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from . import _random, _traced
-from ._draw import draw
+from ._draw import draw, draw_as_all
 from ._ops import TABLE, Placed, RandomOp
 
 aten = torch.ops.aten
@@ -32,8 +32,8 @@ _OutputCache = dict[Any, tuple[DTensorSpec, ...]]
 class _Known:
     """What is remembered of a spec object that this rank has drawn for: its shard's plan and its outputs' specs.
 
-    Only specs that the quick path serves are remembered: this rank is part of the mesh, sizes are plain integers and
-    no placement is ``Partial``. The entry keeps the spec alive, so that its id stays its own.
+    Only specs that the quick path serves are remembered: this rank is part of the mesh and holds elements, sizes are
+    plain integers and no placement is ``Partial``. The entry keeps the spec alive, so that its id stays its own.
     """
 
     __slots__ = ("outputs", "placements", "plan", "spec", "tensor_meta")
@@ -116,17 +116,32 @@ def _run_any(row: RandomOp, generator_at: int | None, op: Any, args: tuple[Any, 
     if generator_at is not None and len(args) > generator_at:
         kwargs = {**kwargs, "generator": args[generator_at]}
         args = args[:generator_at]
-    if not isinstance(args[0], DTensor):
-        raise mixed(row.op)
-    return _run(row, args[0], args[1:], kwargs)
+    check_mixed(row.op, *args[: row.tensors], written=args[0] if row.in_place else None)
+    x = args[0]
+    if not isinstance(x, DTensor):
+        x = _placed_like(x, next(one for one in args if isinstance(one, DTensor)))
+    return _run(row, x, args[1:], kwargs)
 
 
-def mixed(op: Any) -> RuntimeError:
-    """The error, in torch's words, for a plain tensor where a DTensor is needed."""
-    return RuntimeError(
-        f"{op}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling "
-        "distributed operators!"
-    )
+def _placed_like(x: torch.Tensor, other: DTensor) -> DTensor:
+    """A plain tensor, the same on every rank, as a DTensor; spread like ``other`` if it broadcasts to that one's size."""
+    placements: tuple[Placement, ...] = (Replicate(),) * other._spec.mesh.ndim
+    if torch.broadcast_shapes(x.shape, other.shape) == other.shape:
+        x, placements = x.expand(other.shape), _without_partial(other._spec.placements)
+    return distribute_tensor(x, other._spec.mesh, placements, src_data_rank=None)
+
+
+def check_mixed(op: Any, *tensors: Any, written: Any = None) -> None:
+    """Raises RuntimeError, in torch's words, for a plain tensor where a DTensor is needed: one that is ``written``, or
+    has dims, unless torch takes those for replicated ones (``implicit_replication``)."""
+    implicit = DTensor._op_dispatcher._allow_implicit_replication
+    for one in tensors:
+        plain = isinstance(one, torch.Tensor) and not isinstance(one, DTensor)
+        if plain and (one is written or (one.ndim and not implicit)):
+            raise RuntimeError(
+                f"{op}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before "
+                "calling distributed operators!"
+            )
 
 
 def _regions_enabled() -> bool:
@@ -151,6 +166,11 @@ def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
     """Any call: the first of a spec, and those that the quick path does not serve."""
     if row.in_place:
         check_in_place(row.op, x)
+    elif row.tensors > 1 and not row.op._schema.is_mutable:
+        shape = torch.broadcast_shapes(
+            x.shape, *(one.shape for one in args[: row.tensors - 1] if isinstance(one, torch.Tensor))
+        )
+        x = x if x.shape == shape else aten.expand.default(x, shape)
     if row.reads_input:
         x = reduced(x, x._spec.ndim - 1 if row.placed is Placed.ROWS else None)
     spec, local = x._spec, x._local_tensor
@@ -176,6 +196,8 @@ def _layout_of(row: RandomOp, spec: DTensorSpec) -> _random._ShardLayout:
 def _remember(spec: DTensorSpec, local: torch.Tensor) -> None:
     if local.is_meta or type(local) is not torch.Tensor or _is_partial(spec) or _are_we_tracing():
         return
+    if not local.numel():  # its arguments are to be looked at in every call
+        return
     if not spec.mesh._is_current_rank_part_of_mesh():
         return
     if len(_known) >= _KNOWN_SPECS:
@@ -194,7 +216,11 @@ def _without_partial(placements: tuple[Placement, ...], whole: int | None = None
 def reduced(x: DTensor, whole: int | None = None) -> DTensor:
     """``x`` with its ``Partial`` placements reduced, and its tensor dim ``whole`` not sharded. Communicates if there are
     any of them."""
-    placements = _without_partial(x._spec.placements, whole)
+    return redistributed(x, _without_partial(x._spec.placements, whole))
+
+
+def redistributed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """``x`` with other placements; itself if it has them. Communicates otherwise."""
     return x if placements == x._spec.placements else x.redistribute(placements=placements)
 
 
@@ -209,7 +235,8 @@ def _aligned(row: RandomOp, position: int, other: Any, spec: DTensorSpec, local:
         raise RuntimeError(
             f"{row.op}: argument '{argument.name}' is written, and so has to be laid out like the first one, of shape "
             f"{tuple(spec.shape)} and placements {spec.placements}, found "
-            f"{tuple(other.shape)} and {other.placements if isinstance(other, DTensor) else 'a torch.Tensor'}."
+            f"{tuple(other.shape)} and {other.placements if isinstance(other, DTensor) else 'a torch.Tensor'}. "
+            "Redistribute the input to Replicate or Shard before the call, if it has a Partial placement."
         )
     if not isinstance(other, torch.Tensor):
         raise TypeError(
@@ -241,7 +268,7 @@ def _on_local(
             return row.call(local, *args, **kwargs)
     if _are_we_tracing():
         return _traced.call(row, mesh, layout, local, args, kwargs)
-    return draw(row, layout.plan(_random._coordinate(mesh)), local, args, kwargs)
+    return draw_as_all(row, layout, _random._coordinate(mesh), local, args, kwargs)
 
 
 def _run_by_torch_rule(row: RandomOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from . import _random
-from ._ops import RandomOp
+from ._ops import Placed, RandomOp
 
 
 def draw(
@@ -44,6 +44,23 @@ def draw(
         generator.set_offset(base)
         raise
     return out
+
+
+def draw_as_all(
+    row: RandomOp, layout: _random._ShardLayout, mesh_coordinate: Any, local: torch.Tensor, args: Any, kwargs: Any
+) -> Any:
+    """:func:`draw` at the place of the shard at ``mesh_coordinate``, and where that is empty, on one element beside the
+    stream first: what the op refuses on the ranks that hold elements, it then refuses here too."""
+    if not local.numel() and layout.end and row.placed is not Placed.TORCH_RULE:
+        sizes = [1] * local.ndim
+        if row.placed is Placed.ROWS:
+            sizes[-1] = local.shape[-1]
+        first, *others = (
+            torch.ones(sizes, dtype=one.dtype, device=local.device) if isinstance(one, torch.Tensor) else one
+            for one in (local, *args)
+        )
+        row.call(first, *others, **{**kwargs, "generator": torch.Generator(local.device)})
+    return draw(row, layout.plan(mesh_coordinate), local, args, kwargs)
 
 
 def _draw_mt19937(

@@ -80,7 +80,8 @@ def _native_dropout(
     (``native_dropout_cpu`` in ATen/native/Dropout.cpp): a state lent to the default slot, other threads would see.
     """
     if generator is None or train is False:
-        return torch.native_dropout(input, p, train)
+        out, mask = torch.native_dropout(input, p, train)
+        return out, mask if mask.numel() else mask.bool()  # on the CPU an empty mask has the input's dtype
     keep = 1.0 - p
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(keep, generator=generator)
     return (input * mask).mul_(0.0 if keep == 0.0 else 1.0 / keep), mask
@@ -297,6 +298,12 @@ REFUSED = {
         "choose the math path: with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
     ),
 }
+
+# With out= some factories decompose into this, which DTensor has no rule for.
+RESIZED = "if it comes from out= of torch.rand() or torch.randn(), " + _FILL.format("rand() or randn")
+
+# What the gradient of a row takes from torch, which has no sharding rule for it.
+GRADIENTS = ("_standard_gamma_grad.default", "_dirichlet_grad.default")
 
 _NO_TENSOR = "takes no tensor, so no DTensor: torch_dtensor_rng has factories of DTensors"
 _REPLAYS = "draws nothing: it reads the seed and offset that the forward pass has kept"

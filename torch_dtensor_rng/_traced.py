@@ -19,7 +19,7 @@ from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _random
-from ._draw import draw
+from ._draw import draw_as_all
 from ._ops import TABLE, RandomOp
 
 NAMESPACE = "torch_dtensor_rng"
@@ -65,8 +65,9 @@ def _define(row: RandomOp) -> None:
         **kwargs: Any,
     ) -> Any:
         coordinate = _coordinate(dist.get_rank(), ranks, strides, sizes)
-        plan = _random._ShardLayout(tuple(weights), num_shards, step, end).plan(coordinate)
-        return draw(row, plan, torch.empty_like(local) if row.in_place else local, args, kwargs)
+        layout = _random._ShardLayout(tuple(weights), num_shards, step, end)
+        local = torch.empty_like(local) if row.in_place else local
+        return draw_as_all(row, layout, coordinate, local, args, kwargs)
 
     def fake(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in _LAYOUT}
