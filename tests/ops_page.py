@@ -43,7 +43,7 @@ def render() -> str:
             _yes(row.reads_input),
             "" if row.tensors == 1 else str(row.tensors),
             str(row.least_span or ""),
-            _yes(row.exact),
+            _yes(row.fill is not None),
         )
         lines.append("| " + " | ".join(cells) + " |")
     lines += [

@@ -7,7 +7,8 @@ generator to the place where every rank ends. Nothing here communicates, except 
 
 import copy
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from . import _random, _traced
+from . import _random, _single_device, _traced
 from ._draw import draw, draw_as_all
 from ._ops import TABLE, Placed, RandomOp
 
@@ -27,6 +28,7 @@ aten = torch.ops.aten
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _OutputCache = dict[Any, tuple[DTensorSpec, ...]]
+_Plan = _random._ShardPlan | _single_device.Shard | None
 
 
 class _Known:
@@ -38,7 +40,7 @@ class _Known:
 
     __slots__ = ("outputs", "placements", "plan", "spec", "tensor_meta")
 
-    def __init__(self, spec: DTensorSpec, plan: _random._ShardPlan):
+    def __init__(self, spec: DTensorSpec, plan: _Plan):
         self.spec = spec
         self.tensor_meta = spec.tensor_meta
         self.placements = spec.placements
@@ -52,17 +54,57 @@ _KNOWN_OUTPUTS = 64
 
 
 def forget() -> None:
-    """Forgets every spec."""
+    """Forgets every spec, and which kernels have been looked at."""
     _known.clear()
+    _single_device.forget()
 
 
-def make_handler(row: RandomOp) -> Handler:
+class Policy:
+    """How the place of a shard is chosen: ``offset``, or where ``exact``, ``single_device``.
+
+    Args:
+        exact: draw what one device would.
+        strict: with ``exact``, whether an op that cannot raises; it warns once else.
+    """
+
+    def __init__(self, exact: bool = False, strict: bool = False):
+        self.exact = exact
+        self.strict = strict
+        self._warned: set[str] = set()
+
+    def handlers(self) -> dict[Any, Handler]:
+        """What torch's dispatch calls for each row of the table."""
+        return {row.op: make_handler(row, self) for row in TABLE}
+
+    def draws_exactly(self, row: RandomOp, num_shards: int) -> bool:
+        """Whether ``row`` draws what one device would.
+
+        Raises:
+            NotImplementedError: where it should and cannot, and this is strict; there is a warning else.
+        """
+        if not self.exact or row.fill is not None or num_shards == 1:
+            return self.exact
+        message = (
+            f"{row.op}: cannot draw the numbers of one device for a sharded DTensor (policy 'single_device'): they depend "
+            "on tensors, or on the sizes of the local call"
+        )
+        if self.strict:
+            raise NotImplementedError(f"{message}. Redistribute the input to Replicate, or install with strict=False.")
+        if row.overload not in self._warned:
+            self._warned.add(row.overload)
+            warnings.warn(
+                f"{message}. Its shards draw different numbers, in step, as under policy 'offset'.", stacklevel=2
+            )
+        return False
+
+
+def make_handler(row: RandomOp, policy: Policy) -> Handler:
     """The function that torch's dispatch calls for ``row``, with the op, its arguments and keyword arguments."""
     if row.placed is Placed.TORCH_RULE:
-        return functools.partial(_run_by_torch_rule, row)
-    if _is_quick(row):
-        return _quick_handler(row)
-    return functools.partial(_run_any, row, _positional_generator(row))
+        return functools.partial(_run_by_torch_rule, row, policy)
+    if _is_quick(row) and not (policy.exact and row.fill is None):
+        return _quick_handler(row, policy)
+    return functools.partial(_run_any, row, policy, _positional_generator(row))
 
 
 def _is_quick(row: RandomOp) -> bool:
@@ -80,8 +122,10 @@ def _positional_generator(row: RandomOp) -> int | None:
     return None
 
 
-def _quick_handler(row: RandomOp) -> Handler:
+def _quick_handler(row: RandomOp, policy: Policy) -> Handler:
     in_place = row.in_place
+    fills_output = policy.exact and not row.reads_input
+    draw_local: Callable[..., Any] = _single_device.draw if policy.exact else draw
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0]
@@ -97,22 +141,27 @@ def _quick_handler(row: RandomOp) -> Handler:
             or _len_torch_dispatch_stack()
             or local.is_meta
             or "device" in kwargs
+            or "memory_format" in kwargs
             or (tracker is not None and not tracker._use_distribute_region)
         ):
-            out = _run(row, x, args[1:], kwargs)
-            _remember(spec, local)
+            out = _run(row, policy, x, args[1:], kwargs)
+            _remember(spec, local, policy)
             return out
         if in_place:
-            draw(row, known.plan, local, args[1:], kwargs)
+            draw_local(row, known.plan, local, args[1:], kwargs)
             return x
         # Before the draw, as whatever it raises must find the generator where it was.
         specs = _output_specs(row, spec, args[1:], kwargs, known.outputs)
-        return _wrap(draw(row, known.plan, local, args[1:], kwargs), specs)
+        if fills_output and specs[0].tensor_meta.stride != spec.tensor_meta.stride:
+            return _run(row, policy, x, args[1:], kwargs)  # its shard lies in memory otherwise
+        return _wrap(draw_local(row, known.plan, local, args[1:], kwargs), specs)
 
     return handler
 
 
-def _run_any(row: RandomOp, generator_at: int | None, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_any(
+    row: RandomOp, policy: Policy, generator_at: int | None, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if generator_at is not None and len(args) > generator_at:
         kwargs = {**kwargs, "generator": args[generator_at]}
         args = args[:generator_at]
@@ -120,7 +169,7 @@ def _run_any(row: RandomOp, generator_at: int | None, op: Any, args: tuple[Any, 
     x = args[0]
     if not isinstance(x, DTensor):
         x = _placed_like(x, next(one for one in args if isinstance(one, DTensor)))
-    return _run(row, x, args[1:], kwargs)
+    return _run(row, policy, x, args[1:], kwargs)
 
 
 def _placed_like(x: torch.Tensor, other: DTensor) -> DTensor:
@@ -162,7 +211,7 @@ def check_in_place(op: Any, x: DTensor) -> None:
         )
 
 
-def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(row: RandomOp, policy: Policy, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any call: the first of a spec, and those that the quick path does not serve."""
     if row.in_place:
         check_in_place(row.op, x)
@@ -185,7 +234,9 @@ def _run(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
             _aligned(row, position, other, spec, local) if position < row.tensors else other
             for position, other in enumerate(args, start=1)
         )
-    out = _on_local(row, spec.mesh, _layout_of(row, spec), local, args, kwargs)
+    # A kernel goes through what it fills; that of native_dropout through what it reads.
+    filled = spec if row.in_place or row.reads_input else specs[0]
+    out = _on_local(row, policy, filled, _layout_of(row, spec), local, args, kwargs)
     return x if row.in_place else _wrap(out, specs)
 
 
@@ -193,16 +244,24 @@ def _layout_of(row: RandomOp, spec: DTensorSpec) -> _random._ShardLayout:
     return _random._layout_for(spec, row.values, row.least_span)
 
 
-def _remember(spec: DTensorSpec, local: torch.Tensor) -> None:
+def _remember(spec: DTensorSpec, local: torch.Tensor, policy: Policy) -> None:
     if local.is_meta or type(local) is not torch.Tensor or _is_partial(spec) or _are_we_tracing():
         return
     if not local.numel():  # its arguments are to be looked at in every call
         return
     if not spec.mesh._is_current_rank_part_of_mesh():
         return
+    place = _random._plan_for(spec)
+    plan: _Plan = place
+    if policy.exact:
+        plan = _single_device.shard_of(spec, _random._coordinate(spec.mesh))
+        if not plan.is_dense:  # what is made of it has other strides
+            return
+        if _is_whole(spec, place.num_shards, local):
+            plan = None
     if len(_known) >= _KNOWN_SPECS:
         _known.clear()
-    _known[id(spec)] = _Known(spec, _random._plan_for(spec))
+    _known[id(spec)] = _Known(spec, plan)
 
 
 def _without_partial(placements: tuple[Placement, ...], whole: int | None = None) -> tuple[Placement, ...]:
@@ -249,29 +308,102 @@ def _aligned(row: RandomOp, position: int, other: Any, spec: DTensorSpec, local:
 
 def _on_local(
     row: RandomOp,
-    mesh: DeviceMesh,
+    policy: Policy,
+    filled: DTensorSpec,
     layout: _random._ShardLayout,
     local: torch.Tensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The op on local tensors, at the place of this rank's shard."""
+    """The op on local tensors, at the place of this rank's shard. ``filled`` is the spec of what its kernel goes through."""
     if local.is_meta or not _regions_enabled():
         return row.call(local, *args, **kwargs)
     generator = kwargs.get("generator")
     if generator is not None:
         _random._check_generator(generator, local.device)
+    mesh = filled.mesh
+    exact = policy.draws_exactly(row, layout.num_shards)
     mode = enabled_local_tensor_mode() if isinstance(local, LocalTensor) else None
     if mode is not None and mode._per_rank_rng_states:
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        if exact:
+            draw_on = functools.partial(_draw_exactly, row, filled, layout.num_shards)
+            out = _on_each_simulated_rank(mode, mesh, generator, local.device, draw_on, (local, *args), kwargs)
+            return local if row.in_place else out
         with _random._local_tensor_region(mode, mesh, layout, generator, local.device):
             return row.call(local, *args, **kwargs)
     if _are_we_tracing():
+        if exact:
+            raise NotImplementedError(f"{row.op}: policy 'single_device' cannot be traced; run the op in eager mode.")
         return _traced.call(row, mesh, layout, local, args, kwargs)
+    if exact:
+        return _draw_exactly(row, filled, layout.num_shards, _random._coordinate(mesh), (local, *args), kwargs)
     return draw_as_all(row, layout, _random._coordinate(mesh), local, args, kwargs)
 
 
-def _run_by_torch_rule(row: RandomOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw_exactly(
+    row: RandomOp,
+    filled: DTensorSpec,
+    num_shards: int,
+    coordinate: Sequence[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    whole = row.fill is None or _is_whole(filled, num_shards, args[0])
+    shard = None if whole else _single_device.shard_of(filled, coordinate)
+    return _single_device.draw(row, shard, args[0], args[1:], kwargs)
+
+
+def _is_whole(spec: DTensorSpec, num_shards: int, local: torch.Tensor) -> bool:
+    """Whether the plain call on ``local`` is the plain call on the whole: torch's own functions make replicated DTensors
+    whose local tensors lie in memory otherwise than the spec says."""
+    return num_shards == 1 and local.stride() == spec.tensor_meta.stride  # type: ignore[union-attr]
+
+
+def _on_each_simulated_rank(
+    mode: Any,
+    mesh: DeviceMesh,
+    generator: torch.Generator | None,
+    device: torch.device,
+    draw_on: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What ``draw_on(coordinate, args, kwargs)`` returns on each rank that LocalTensorMode plays, with the rank's state, or
+    from that of ``generator``, in the default generators."""
+    from torch.distributed import _local_tensor
+
+    coordinate = _random._coordinate(mesh)
+    states = mode._per_rank_rng_states
+    before = dict(states)
+    given = None if generator is None else generator.get_state()
+    default = _random._default_generator(device)
+    ours = _local_tensor._get_rng_state()
+    outs = {}
+    try:
+        with mode.disable():
+            for rank in sorted(mode.ranks):
+                _local_tensor._set_rng_state(*before[rank])
+                if given is not None:
+                    default.set_state(given)
+                at = [_local_tensor._map_to_rank_local_val(index, rank) for index in coordinate]
+                of_rank = tuple(one._local_tensors[rank] if isinstance(one, LocalTensor) else one for one in args)
+                outs[rank] = draw_on(at, of_rank, kwargs)
+                states[rank] = _local_tensor._get_rng_state()
+        if generator is not None:
+            generator.set_state(default.get_state())  # the same on every rank
+            states.update(before)
+    except BaseException:
+        states.update(before)
+        raise
+    finally:
+        _local_tensor._set_rng_state(*ours)
+    if isinstance(outs[rank], torch.Tensor):
+        return LocalTensor(outs)
+    return tuple(LocalTensor(dict(zip(outs, parts))) for parts in zip(*outs.values()))
+
+
+def _run_by_torch_rule(row: RandomOp, policy: Policy, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Attention: torch's own rule says how the inputs and outputs are placed; the dropout of each shard of the batch and
     the heads is drawn at its own place."""
     dispatcher = DTensor._op_dispatcher
@@ -294,7 +426,7 @@ def _run_by_torch_rule(row: RandomOp, op: Any, args: tuple[Any, ...], kwargs: di
     local, *others = info.local_args
     out: DTensorSpec = sharding.output_spec[0]  # type: ignore[index, assignment]
     layout = _attention_layout(out, named["query"].shape, named["key"].shape)
-    results = _on_local(row, mesh, layout, local, tuple(others), info.local_kwargs)  # type: ignore[arg-type]
+    results = _on_local(row, policy, out, layout, local, tuple(others), info.local_kwargs)  # type: ignore[arg-type]
     return dispatcher.wrap(results, sharding.output_spec)
 
 
@@ -359,4 +491,4 @@ def _on_other_rank(row: RandomOp, x: DTensor, args: tuple[Any, ...], kwargs: dic
     return _wrap(outs if len(outs) > 1 else outs[0], specs)
 
 
-HANDLERS: dict[Any, Handler] = {row.op: make_handler(row) for row in TABLE}
+HANDLERS: dict[Any, Handler] = Policy().handlers()

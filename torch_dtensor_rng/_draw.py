@@ -52,15 +52,32 @@ def draw_as_all(
     """:func:`draw` at the place of the shard at ``mesh_coordinate``, and where that is empty, on one element beside the
     stream first: what the op refuses on the ranks that hold elements, it then refuses here too."""
     if not local.numel() and layout.end and row.placed is not Placed.TORCH_RULE:
-        sizes = [1] * local.ndim
-        if row.placed is Placed.ROWS:
-            sizes[-1] = local.shape[-1]
-        first, *others = (
-            torch.ones(sizes, dtype=one.dtype, device=local.device) if isinstance(one, torch.Tensor) else one
-            for one in (local, *args)
-        )
-        row.call(first, *others, **{**kwargs, "generator": torch.Generator(local.device)})
+        try_on_one_element(row, local, args, kwargs)
     return draw(row, layout.plan(mesh_coordinate), local, args, kwargs)
+
+
+def try_on_one_element(row: RandomOp, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs ``row`` for an empty ``local`` on one element, beside the stream: raises what the op does not take."""
+    sizes = [1] * local.ndim
+    if row.placed is Placed.ROWS:
+        sizes[-1] = local.shape[-1]
+    first, *others = (
+        torch.ones(sizes, dtype=one.dtype, device=local.device) if isinstance(one, torch.Tensor) else one
+        for one in (local, *args)
+    )
+    row.call(first, *others, **{**kwargs, "generator": torch.Generator(local.device)})
+
+
+def default_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """``generator``, or the default one of ``device``.
+
+    Raises:
+        RuntimeError: ``generator`` is of another device type.
+    """
+    if generator is None:
+        return _random._default_generator(device)
+    _random._check_generator(generator, device)
+    return generator
 
 
 def _draw_mt19937(

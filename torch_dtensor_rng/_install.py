@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _composed, _debug, _dispatch, _factories, _random, _traced, _trunc_normal
 
-POLICIES = ("offset",)
+POLICIES = ("offset", "single_device")
 DEBUG_VARIABLE = "TORCH_DTENSOR_RNG_DEBUG"
 _DEBUG_HISTORY = 8
 _MISSING = object()
@@ -79,16 +79,18 @@ class Installation(_Patches):
 
     Attributes:
         policy (str): how a shard's place is chosen.
+        strict (bool): whether an op that cannot draw the numbers of one device raises.
     """
 
     _what = "a later one"
 
-    def __init__(self, policy: str):
+    def __init__(self, policy: str, strict: bool):
         super().__init__()
         self.policy = policy
+        self.strict = strict
 
     def _put_in(self) -> None:
-        rows = _dispatch.HANDLERS
+        rows = _dispatch.Policy(self.policy == "single_device", self.strict).handlers()
         if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             watch = _debug.Watch(None, _DEBUG_HISTORY)
             rows = {op: watch.wrap(handler) for op, handler in rows.items()}
@@ -202,7 +204,7 @@ class _AnyDeviceTracker(_random.OffsetBasedRNGTracker):
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def install(policy: str = "offset") -> Installation:
+def install(policy: str = "offset", strict: bool = False) -> Installation:
     """Makes torch's DTensor draw from, and advance, the live generator. Does not communicate; call it on every rank,
     before or after the process group and any DTensor is made.
 
@@ -211,17 +213,22 @@ def install(policy: str = "offset") -> Installation:
 
     Args:
         policy (str): how a shard's place in the stream is chosen. ``"offset"``: each shard has its own range of Philox
-            offsets on CUDA, and its own key on the CPU.
+            offsets on CUDA, and its own key on the CPU. ``"single_device"``: a shard gets the numbers that the plain call
+            gives to its elements on one device, and the generator ends where that call leaves it.
+        strict (bool): under ``"single_device"``, whether an op that cannot be so raises. Else it draws as under
+            ``"offset"``, and warns once. Default: ``False``.
 
     Returns:
         Installation: a handle; ``with install(...):`` takes it out on exit.
 
     Raises:
-        ValueError: ``policy`` is unknown.
+        ValueError: ``policy`` is unknown, or ``strict`` is set for another one than ``"single_device"``.
     """
     if policy not in POLICIES:
         raise ValueError(f"install expects policy to be one of {', '.join(map(repr, POLICIES))}, found {policy!r}")
-    installation = Installation(policy)
+    if strict and policy != "single_device":
+        raise ValueError(f"install expects strict=True only with policy='single_device', found policy={policy!r}")
+    installation = Installation(policy, strict)
     installation._push()
     return installation
 

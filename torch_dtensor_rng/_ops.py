@@ -23,6 +23,30 @@ class Placed(Enum):
     TORCH_RULE = "by torch's own sharding rule"
 
 
+def _is_float64(dtype: torch.dtype, *args: Any) -> bool:
+    return dtype == torch.float64
+
+
+# From this range on random_() takes 64 bits (``random_from_to_kernel`` in ATen/native/cuda/DistributionTemplates.h), and
+# without a range where it fills 64-bit dtypes (``random_kernel``, there).
+_WIDE_RANGE = 1 << 28
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.bool: 1}
+
+
+def _random_is_wide(dtype: torch.dtype) -> bool:
+    return dtype in (torch.int64, torch.float64)
+
+
+def _random_to_is_wide(dtype: torch.dtype, high: int) -> bool:
+    return high >= _WIDE_RANGE
+
+
+def _random_from_is_wide(dtype: torch.dtype, low: int, high: int | None = None) -> bool:
+    if high is None:  # up to the largest number (``random_from_to`` in ATen/native/DistributionTemplates.h)
+        high = 1 << _DIGITS[dtype] if dtype in _DIGITS else torch.iinfo(dtype).max + 1
+    return high - low >= _WIDE_RANGE
+
+
 @dataclass(frozen=True, slots=True)
 class RandomOp:
     """One overload of an aten op that draws random numbers.
@@ -40,8 +64,11 @@ class RandomOp:
         values: how many values it draws at most for an element of its first argument.
         meta: what to run on meta tensors to learn its outputs, where torch has no such kernel, or one of other strides.
         functional: the row that takes the same arguments, writes none, and returns what this one returns and writes.
-        exact: whether its numbers can be those of one device (policy ``single_device``). Not where its parameters are
-            tensors or its kernel lays the stream out by the local shape.
+        fill: for an op that draws an element from its place in the tensor alone, and so can draw a shard as one device
+            draws it: what fills a tensor in place with the same numbers, from the op's further arguments and a
+            ``generator=``; for ``native_dropout`` the op. None where its parameters are tensors, or where the kernel
+            lays the stream out otherwise.
+        wide: whether the CUDA kernel takes 64 bits for an element, from its dtype and the op's further arguments.
     """
 
     overload: str
@@ -54,7 +81,8 @@ class RandomOp:
     least_span: int = 0
     meta: Callable[..., Any] | None = None
     functional: str | None = None
-    exact: bool = True
+    fill: Callable[..., Any] | None = None
+    wide: Callable[..., bool] = _is_float64
 
     @property
     def op(self) -> OpOverload:
@@ -82,8 +110,13 @@ def _native_dropout(
     if generator is None or train is False:
         out, mask = torch.native_dropout(input, p, train)
         return out, mask if mask.numel() else mask.bool()  # on the CPU an empty mask has the input's dtype
-    keep = 1.0 - p
-    mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(keep, generator=generator)
+    return apply_mask(
+        input, torch.empty_like(input, dtype=torch.bool).bernoulli_(1.0 - p, generator=generator), 1.0 - p
+    )
+
+
+def apply_mask(input: torch.Tensor, mask: torch.Tensor, keep: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What dropout on the CPU returns (``native_dropout_cpu``, there) for a mask of probability ``keep``."""
     return (input * mask).mul_(0.0 if keep == 0.0 else 1.0 / keep), mask
 
 
@@ -105,38 +138,44 @@ _REJECTION = 4096
 # exponential value for each. As many values as make 4 offsets a probability cover both.
 _MULTINOMIAL = 32
 
+BERNOULLI = RandomOp("bernoulli_.float", torch.Tensor.bernoulli_, in_place=True, fill=torch.Tensor.bernoulli_)
+
 TABLE = (
-    RandomOp("uniform_.default", torch.Tensor.uniform_, in_place=True),
-    RandomOp("normal_.default", torch.Tensor.normal_, in_place=True),
-    RandomOp("log_normal_.default", torch.Tensor.log_normal_, in_place=True),
-    RandomOp("exponential_.default", torch.Tensor.exponential_, in_place=True),
-    RandomOp("cauchy_.default", torch.Tensor.cauchy_, in_place=True),
-    RandomOp("geometric_.default", torch.Tensor.geometric_, in_place=True),
-    RandomOp("bernoulli_.float", torch.Tensor.bernoulli_, in_place=True),
-    RandomOp("random_.default", torch.Tensor.random_, in_place=True),
-    RandomOp("random_.to", torch.Tensor.random_, in_place=True),
-    RandomOp("random_.from", torch.Tensor.random_, in_place=True),
-    RandomOp("uniform.default", aten.uniform.default, meta=_clone),
-    RandomOp("normal_functional.default", aten.normal_functional.default, meta=_clone),
-    RandomOp("log_normal.default", aten.log_normal.default, meta=_clone),
-    RandomOp("exponential.default", aten.exponential.default, meta=_clone),
-    RandomOp("cauchy.default", aten.cauchy.default, meta=_clone),
-    RandomOp("geometric.default", aten.geometric.default, meta=_clone),
-    RandomOp("random.default", aten.random.default, meta=_clone),
-    RandomOp("random.to", aten.random.to, meta=_clone),
-    RandomOp("random.from", getattr(aten.random, "from"), meta=_clone),
-    RandomOp("rand_like.default", torch.rand_like),
-    RandomOp("rand_like.generator", torch.rand_like),
-    RandomOp("randn_like.default", torch.randn_like),
-    RandomOp("randn_like.generator", torch.randn_like),
-    RandomOp("randint_like.default", torch.randint_like),
-    RandomOp("randint_like.generator", torch.randint_like),
-    RandomOp("randint_like.low_dtype", torch.randint_like),
-    RandomOp("randint_like.low_generator_dtype", torch.randint_like),
-    RandomOp("bernoulli.p", torch.bernoulli),
-    RandomOp("native_dropout.default", _native_dropout, reads_input=True),
-    RandomOp("bernoulli.default", torch.bernoulli, reads_input=True, exact=False),
-    RandomOp("poisson.default", torch.poisson, reads_input=True, least_span=_REJECTION, meta=_contiguous, exact=False),
+    RandomOp("uniform_.default", torch.Tensor.uniform_, in_place=True, fill=torch.Tensor.uniform_),
+    RandomOp("normal_.default", torch.Tensor.normal_, in_place=True, fill=torch.Tensor.normal_),
+    RandomOp("log_normal_.default", torch.Tensor.log_normal_, in_place=True, fill=torch.Tensor.log_normal_),
+    RandomOp("exponential_.default", torch.Tensor.exponential_, in_place=True, fill=torch.Tensor.exponential_),
+    RandomOp("cauchy_.default", torch.Tensor.cauchy_, in_place=True, fill=torch.Tensor.cauchy_),
+    RandomOp("geometric_.default", torch.Tensor.geometric_, in_place=True, fill=torch.Tensor.geometric_),
+    BERNOULLI,
+    RandomOp("random_.default", torch.Tensor.random_, in_place=True, fill=torch.Tensor.random_, wide=_random_is_wide),
+    RandomOp("random_.to", torch.Tensor.random_, in_place=True, fill=torch.Tensor.random_, wide=_random_to_is_wide),
+    RandomOp("random_.from", torch.Tensor.random_, in_place=True, fill=torch.Tensor.random_, wide=_random_from_is_wide),
+    RandomOp("uniform.default", aten.uniform.default, meta=_clone, fill=torch.Tensor.uniform_),
+    RandomOp("normal_functional.default", aten.normal_functional.default, meta=_clone, fill=torch.Tensor.normal_),
+    RandomOp("log_normal.default", aten.log_normal.default, meta=_clone, fill=torch.Tensor.log_normal_),
+    RandomOp("exponential.default", aten.exponential.default, meta=_clone, fill=torch.Tensor.exponential_),
+    RandomOp("cauchy.default", aten.cauchy.default, meta=_clone, fill=torch.Tensor.cauchy_),
+    RandomOp("geometric.default", aten.geometric.default, meta=_clone, fill=torch.Tensor.geometric_),
+    RandomOp("random.default", aten.random.default, meta=_clone, fill=torch.Tensor.random_, wide=_random_is_wide),
+    RandomOp("random.to", aten.random.to, meta=_clone, fill=torch.Tensor.random_, wide=_random_to_is_wide),
+    RandomOp(
+        "random.from", getattr(aten.random, "from"), meta=_clone, fill=torch.Tensor.random_, wide=_random_from_is_wide
+    ),
+    RandomOp("rand_like.default", torch.rand_like, fill=torch.Tensor.uniform_),
+    RandomOp("rand_like.generator", torch.rand_like, fill=torch.Tensor.uniform_),
+    RandomOp("randn_like.default", torch.randn_like, fill=torch.Tensor.normal_),
+    RandomOp("randn_like.generator", torch.randn_like, fill=torch.Tensor.normal_),
+    RandomOp("randint_like.default", torch.randint_like, fill=torch.Tensor.random_, wide=_random_to_is_wide),
+    RandomOp("randint_like.generator", torch.randint_like, fill=torch.Tensor.random_, wide=_random_to_is_wide),
+    RandomOp("randint_like.low_dtype", torch.randint_like, fill=torch.Tensor.random_, wide=_random_from_is_wide),
+    RandomOp(
+        "randint_like.low_generator_dtype", torch.randint_like, fill=torch.Tensor.random_, wide=_random_from_is_wide
+    ),
+    RandomOp("bernoulli.p", torch.bernoulli, fill=torch.Tensor.bernoulli_),
+    RandomOp("native_dropout.default", _native_dropout, reads_input=True, fill=_native_dropout),
+    RandomOp("bernoulli.default", torch.bernoulli, reads_input=True),
+    RandomOp("poisson.default", torch.poisson, reads_input=True, least_span=_REJECTION, meta=_contiguous),
     RandomOp(
         "binomial.default",
         torch.binomial,
@@ -144,7 +183,6 @@ TABLE = (
         tensors=2,
         least_span=_REJECTION,
         meta=_contiguous,
-        exact=False,
     ),
     RandomOp(
         "_standard_gamma.default",
@@ -152,7 +190,6 @@ TABLE = (
         reads_input=True,
         least_span=_REJECTION,
         meta=_contiguous,
-        exact=False,
     ),
     RandomOp(
         "_sample_dirichlet.default",
@@ -161,11 +198,8 @@ TABLE = (
         placed=Placed.ROWS,
         least_span=_REJECTION,
         meta=_contiguous,
-        exact=False,
     ),
-    RandomOp(
-        "multinomial.default", torch.multinomial, reads_input=True, placed=Placed.ROWS, values=_MULTINOMIAL, exact=False
-    ),
+    RandomOp("multinomial.default", torch.multinomial, reads_input=True, placed=Placed.ROWS, values=_MULTINOMIAL),
     RandomOp(
         "rrelu_with_noise.default",
         aten.rrelu_with_noise.default,
@@ -173,7 +207,6 @@ TABLE = (
         tensors=2,
         meta=_contiguous,
         functional="rrelu_with_noise_functional.default",
-        exact=False,
     ),
     RandomOp(
         "rrelu_with_noise_.default",
@@ -182,7 +215,6 @@ TABLE = (
         reads_input=True,
         tensors=2,
         functional="rrelu_with_noise_functional.default",
-        exact=False,
     ),
     RandomOp(
         "rrelu_with_noise_functional.default",
@@ -190,12 +222,9 @@ TABLE = (
         reads_input=True,
         tensors=2,
         meta=_two_clones,
-        exact=False,
     ),
     *(
-        RandomOp(
-            f"{name}.default", getattr(aten, name).default, placed=Placed.TORCH_RULE, reads_input=True, exact=False
-        )
+        RandomOp(f"{name}.default", getattr(aten, name).default, placed=Placed.TORCH_RULE, reads_input=True)
         for name in (
             "_scaled_dot_product_flash_attention",
             "_scaled_dot_product_efficient_attention",

@@ -1,0 +1,585 @@
+"""Policy ``single_device``: a shard gets the numbers that the plain call gives to its elements on one device.
+
+CPU: the stock op runs over the whole tensor on the live generator, and the rank keeps its part. Where the kernel draws
+element after element this is done a window at a time, in bounded scratch memory.
+
+CUDA: the place of an element in the Philox stream is a function of its index in memory order and of the size of the
+whole (``distribution_nullary_kernel`` in ATen/native/cuda/DistributionTemplates.h): in *groups* of as many elements as
+the launch has threads, times the values of a Philox call, each group 4 offsets further. So the stock op over a window
+of whole groups, at the offset of the first, draws what it draws there over the whole.
+
+Nothing here communicates. If anything raises, the generator is where it was before.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from . import _shard
+from ._draw import default_generator, try_on_one_element
+from ._ops import BERNOULLI, RandomOp, apply_mask
+
+aten = torch.ops.aten
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Shard(NamedTuple):
+    """What a local tensor holds of a tensor, dims in the order of memory: the largest stride first.
+
+    ``order`` are the tensor's dims in that order; ``shape`` and ``stride`` are the whole tensor's, and ``ranges`` the
+    held global indices of each dim, ascending.
+    """
+
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    ranges: tuple[Ranges, ...]
+
+    @property
+    def numel(self) -> int:
+        """The elements of the whole."""
+        return math.prod(self.shape)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the whole fills its memory without holes, so that its elements lie there in order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride)):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the whole is dense, and memory order the order of its dims."""
+        order = [dim for dim, size in zip(self.order, self.shape) if size > 1]
+        return self.is_dense and order == sorted(order)
+
+
+def shard_of(spec: DTensorSpec, coordinate: Sequence[int]) -> Shard:
+    """The shard of the rank at ``coordinate`` of the mesh. A kernel goes through memory by stride, the largest first
+    (``TensorIteratorBase::reorder_dimensions`` in ATen/TensorIterator.cpp)."""
+    stride = spec.tensor_meta.stride  # type: ignore[union-attr]
+    order = tuple(sorted(range(len(spec.shape)), key=lambda dim: -stride[dim]))
+    held = _shard.held_ranges(spec, coordinate)
+    return Shard(
+        order,
+        tuple(spec.shape[dim] for dim in order),
+        tuple(stride[dim] for dim in order),
+        tuple(held[dim] for dim in order),
+    )
+
+
+def draw(row: RandomOp, shard: Shard | None, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs ``row``, which has a ``fill``, on ``local``, which holds ``shard`` of the op's output; None is all of it.
+    Does not communicate.
+
+    Raises:
+        RuntimeError: the generator is of another device type than ``local``, or the kernel of this torch lays its
+            numbers out in an order that is not known here.
+    """
+    generator = default_generator(kwargs.get("generator"), local.device)
+    if shard is None:
+        return row.call(local, *args, **kwargs)
+    assert row.fill is not None
+    if not local.numel() and shard.numel:
+        try_on_one_element(row, local, args, kwargs)
+    restore = _restore_point(generator)
+    try:
+        if row.op is aten.native_dropout.default:
+            return _dropout(row, shard, local, args[0], args[1], generator)
+        out = local
+        if not row.in_place:
+            like = {name: value for name, value in kwargs.items() if name != "generator"}
+            out = torch.empty_like(local, **like)
+        if shard.numel:
+            _fill(row, shard, out, args, generator)
+        return out
+    except BaseException:
+        restore()
+        raise
+
+
+def _restore_point(generator: torch.Generator) -> Callable[[], object]:
+    """What puts the generator back to where it is now."""
+    if generator.device.type == "cpu":
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(generator.set_offset, generator.get_offset())
+
+
+def _fill(row: RandomOp, shard: Shard, out: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator) -> None:
+    target = out.permute(shard.order)
+    if out.is_cpu:
+        if shard.is_contiguous and _draws_one_after_another(row, out.dtype, args):
+            _in_windows(row, shard, target, args, generator)
+        else:
+            _as_a_whole(row, shard, target, args, generator)
+        return
+    if out.dtype.is_complex or not shard.is_dense:  # TensorIterator splits these where they need more than 32 bits
+        _as_a_whole(row, shard, target, args, generator)
+        return
+    values = 2 if row.wide(out.dtype, *args) else 4
+    _check(row, out.dtype, out.device, args, values)
+    stream = stream_of(shard.numel, out.element_size(), _most_threads(out.device), values)
+    base = generator.get_offset()
+    in_order = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype, device=out.device)
+    _replay_shard(functools.partial(_replay, row, args, generator, base, stream), shard, stream, in_order)
+    if in_order is not target:
+        target.copy_(in_order)
+    generator.set_offset(base + stream.end)
+
+
+def _as_a_whole(
+    row: RandomOp, shard: Shard, target: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator
+) -> None:
+    """Draws the whole tensor, which is right by its definition, and keeps the shard. ``target`` is in memory order."""
+    whole = torch.empty_strided(shard.shape, shard.stride, dtype=target.dtype, device=target.device)
+    # The dims of the whole in its own order, as a kernel may ask whether it is contiguous.
+    row.fill(whole.permute(_inverse(shard.order)), *args, generator=generator)  # type: ignore[misc]
+    for of_whole, of_local in _overlaps(shard, tuple((0, size) for size in shard.shape)):
+        target[of_local] = whole[of_whole]
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Boxes: the elements [begin, end) of a tensor in memory order, as slices of its dims.
+# ---------------------------------------------------------------------------------------------------------------------
+
+Box = tuple[tuple[int, int], ...]
+
+
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """The elements [begin, end) of a row-major tensor, in order, as boxes of (start, stop) a dim. Each box is a run."""
+    if begin >= end:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = begin // row, (end - 1) // row
+    whole = tuple((0, size) for size in shape[1:])
+    if first == last and (begin, end) != (first * row, first * row + row):
+        for box in boxes(shape[1:], begin - first * row, end - first * row):
+            yield ((first, first + 1), *box)
+        return
+    start = -(-begin // row)
+    stop = end // row
+    if begin < start * row:
+        yield from boxes(shape, begin, start * row)
+    if start < stop:
+        yield ((start, stop), *whole)
+    if stop * row < end:
+        yield from boxes(shape, stop * row, end)
+
+
+def _overlaps(shard: Shard, box: Box) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """What the shard holds of a box: pairs of an index into the box and one into the local tensor."""
+    by_dim = []
+    for (start, stop), ranges in zip(box, shard.ranges):
+        pairs, local = [], 0
+        for first, end in ranges:
+            low, high = max(first, start), min(end, stop)
+            if low < high:
+                pairs.append((slice(low - start, high - start), slice(local + low - first, local + high - first)))
+            local += end - first
+        by_dim.append(pairs)
+    return [(tuple(one for one, _ in index), tuple(one for _, one in index)) for index in itertools.product(*by_dim)]
+
+
+class _Held(NamedTuple):
+    """A part of the elements [begin, end) of the whole that the shard holds."""
+
+    span: slice
+    sizes: tuple[int, ...]
+    of_box: tuple[slice, ...]
+    of_local: tuple[slice, ...]
+
+    def of(self, elements: torch.Tensor) -> torch.Tensor:
+        """The part of ``elements``, which are those from ``begin`` on."""
+        return elements[self.span].view(self.sizes)[self.of_box]
+
+
+def _held(shard: Shard, begin: int, end: int) -> list[_Held]:
+    held, at = [], 0
+    for box in boxes(shard.shape, begin, end):
+        sizes = tuple(stop - start for start, stop in box)
+        span = slice(at, at + math.prod(sizes))
+        at = span.stop
+        held += [_Held(span, sizes, *indices) for indices in _overlaps(shard, box)]
+    return held
+
+
+def _runs(shard: Shard) -> tuple[int, Iterator[tuple[int, int]]]:
+    """The runs of elements in memory order that the shard holds, in order: the length of the shortest, and where each
+    begins and ends. A run is not always as long as it could be."""
+    dim = len(shard.shape)
+    while dim and shard.ranges[dim - 1] == ((0, shard.shape[dim - 1]),):
+        dim -= 1
+    row = math.prod(shard.shape[dim:])
+    if not dim:
+        return row, iter([(0, row)])
+    ranges = shard.ranges[dim - 1]
+    shortest = min((end - first for first, end in ranges), default=0) * row
+
+    def each() -> Iterator[tuple[int, int]]:
+        leading = [[i for first, end in one for i in range(first, end)] for one in shard.ranges[: dim - 1]]
+        for index in itertools.product(*leading):
+            before = 0
+            for i, size in zip((*index, 0), shard.shape[:dim]):
+                before = before * size + i
+            for first, end in ranges:
+                yield (before + first) * row, (before + end) * row
+
+    return shortest, each()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CPU.
+# ---------------------------------------------------------------------------------------------------------------------
+
+# A vectorised normal_() works on blocks of 16 (normal_fill in ATen/native/cpu/DistributionTemplates.h).
+_BLOCK = 16
+_WINDOW = 1 << 20
+
+
+def _windows(numel: int, window: int) -> Iterator[tuple[int, int]]:
+    """Windows of ``window`` elements; the last one takes what would be less than a block."""
+    begin = 0
+    while begin < numel:
+        end = begin + window
+        end = end if end + _BLOCK <= numel else numel
+        yield begin, end
+        begin = end
+
+
+def _in_windows(
+    row: RandomOp,
+    shard: Shard,
+    target: torch.Tensor,
+    args: tuple[Any, ...],
+    generator: torch.Generator,
+    window: int = _WINDOW,
+) -> None:
+    scratch = torch.empty(min(shard.numel, window + _BLOCK), dtype=target.dtype)
+    for begin, end in _windows(shard.numel, window):
+        drawn = row.fill(scratch[: end - begin], *args, generator=generator)  # type: ignore[misc]
+        _keep(shard, drawn, begin, target)
+
+
+def _keep(shard: Shard, drawn: torch.Tensor, begin: int, target: torch.Tensor) -> None:
+    """Copies what the shard holds of ``drawn``, the elements of the whole from ``begin`` on."""
+    for held in _held(shard, begin, begin + drawn.numel()):
+        target[held.of_local] = held.of(drawn)
+
+
+@functools.lru_cache(maxsize=256)
+def _draws_one_after_another(row: RandomOp, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
+    """Whether the kernel over windows draws what it draws over the whole, seen on a small tensor."""
+    sizes = (5 * _BLOCK, 3)
+    shard = Shard((0, 1), sizes, (3, 1), (((0, sizes[0]),), ((0, 3),)))
+    outs, ends = [], []
+    for fill in (_as_a_whole, functools.partial(_in_windows, window=_BLOCK)):
+        generator = torch.Generator().manual_seed(0)
+        out = torch.empty(sizes, dtype=dtype)
+        fill(row, shard, out, args, generator)
+        outs.append(out.view(torch.uint8))
+        ends.append(generator.get_state())
+    return torch.equal(*outs) and torch.equal(*ends)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CUDA: where the stock kernels draw, as plain functions, and replay.
+# ---------------------------------------------------------------------------------------------------------------------
+
+_THREADS_A_BLOCK = (
+    256  # block_size_bound in ATen/native/cuda/DistributionTemplates.h, and in ATen/native/cuda/Dropout.cu
+)
+_LARGEST_32_BIT = (1 << 31) - 1
+
+
+class Leaf(NamedTuple):
+    """A part of a tensor that one kernel fills: the elements [begin, end) in memory order, from ``offset`` on."""
+
+    begin: int
+    end: int
+    offset: int
+
+
+class Stream(NamedTuple):
+    """How the stock kernels lay a whole tensor's numbers out in the Philox stream.
+
+    ``leaves`` are its parts; ``end`` is how far the generator advances; a launch has at most ``most_threads`` threads,
+    and a thread takes ``values`` from a Philox call. Offsets count from the generator's at the call.
+    """
+
+    leaves: tuple[Leaf, ...]
+    end: int
+    most_threads: int
+    values: int
+
+    def group(self, leaf: Leaf) -> int:
+        """How many elements of a leaf lie at one offset."""
+        return threads(leaf.end - leaf.begin, self.most_threads) * self.values
+
+
+def threads(numel: int, most: int) -> int:
+    """How many threads fill ``numel`` elements (``calc_execution_policy``, there)."""
+    return min(most, -(-numel // _THREADS_A_BLOCK) * _THREADS_A_BLOCK)
+
+
+def advance(numel: int, most_threads: int, values: int) -> int:
+    """How far a kernel that fills ``numel`` elements advances the generator (``calc_execution_policy``, there)."""
+    return ((numel - 1) // (threads(numel, most_threads) * values) + 1) * 4
+
+
+def _split(begin: int, end: int, element_size: int) -> Iterator[tuple[int, int]]:
+    """Halves, until 32 bits address one (``can_use_32bit_indexing`` and ``SplitUntil32Bit`` in ATen/TensorIterator.cpp)."""
+    if 1 + (end - begin - 1) * element_size <= _LARGEST_32_BIT:
+        yield begin, end
+    else:
+        middle = begin + (end - begin) // 2
+        yield from _split(begin, middle, element_size)
+        yield from _split(middle, end, element_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def stream_of(numel: int, element_size: int, most_threads: int, values: int) -> Stream:
+    """The stream of a dense tensor of ``numel`` elements. One that is split advances the generator for the whole first,
+    and then for each part (``distribution_nullary_kernel``, there)."""
+    parts = [*_split(0, numel, element_size)]
+    offset = advance(numel, most_threads, values) if len(parts) > 1 else 0
+    leaves = []
+    for begin, end in parts:
+        leaves.append(Leaf(begin, end, offset))
+        offset += advance(end - begin, most_threads, values)
+    return Stream(tuple(leaves), offset, most_threads, values)
+
+
+@functools.lru_cache
+def _most_threads(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    blocks = properties.max_threads_per_multi_processor // _THREADS_A_BLOCK
+    return properties.multi_processor_count * blocks * _THREADS_A_BLOCK
+
+
+_SCRATCH_BYTES = 1 << 25
+_FILL_BYTES = 1 << 30
+
+
+def _replay(
+    row: RandomOp,
+    args: tuple[Any, ...],
+    generator: torch.Generator,
+    base: int,
+    stream: Stream,
+    begin: int,
+    end: int,
+    into: torch.Tensor,
+) -> None:
+    """Draws the elements [begin, end) of the whole into ``into``, a contiguous tensor of as many."""
+    fill: Callable[..., Any] = row.fill  # type: ignore[assignment]
+    for leaf in stream.leaves:
+        size, group = leaf.end - leaf.begin, stream.group(leaf)
+        launched = threads(size, stream.most_threads)
+        low, high = max(begin, leaf.begin) - leaf.begin, min(end, leaf.end) - leaf.begin
+        step = max(1, _FILL_BYTES // into.element_size() // group) * group  # what is filled at once must not be split
+        while low < high:
+            first = low - low % group
+            stop = min(high, low + step if low == first else first + group)
+            if stop > first + group and stop != size:
+                stop -= stop % group  # whole groups, and then what is left
+            part = into[low + leaf.begin - begin : stop + leaf.begin - begin]
+            generator.set_offset(base + leaf.offset + first // group * 4)
+            whole = low == first and (stop % group == 0 or stop == size)
+            if whole and threads(stop - low, stream.most_threads) == launched:
+                fill(part, *args, generator=generator)
+            else:
+                # As many elements as launch with the threads of the whole.
+                numel = max(min(size, first + group) - first, launched)
+                scratch = torch.empty(numel, dtype=into.dtype, device=into.device)
+                part.copy_(fill(scratch, *args, generator=generator)[low - first : stop - first])
+            low = stop
+
+
+def _replay_shard(replay: Callable[..., None], shard: Shard, stream: Stream, target: torch.Tensor) -> None:
+    """Draws the shard into ``target``, which is contiguous."""
+    largest = max(stream.group(leaf) for leaf in stream.leaves)
+    shortest, runs = _runs(shard)
+    if shortest >= largest or shortest >= target.numel():
+        flat, at = target.view(-1), 0
+        for begin, end in runs:
+            replay(begin, end, flat[at : at + end - begin])
+            at += end - begin
+        return
+    window = max(1, _SCRATCH_BYTES // target.element_size() // largest) * largest
+    scratch = torch.empty(min(window, shard.numel), dtype=target.dtype, device=target.device)
+    for leaf in stream.leaves:
+        for begin in range(leaf.begin, leaf.end, window):
+            drawn = scratch[: min(leaf.end - begin, window)]
+            if _held(shard, begin, begin + drawn.numel()):
+                replay(begin, begin + drawn.numel(), drawn)
+                _keep(shard, drawn, begin, target)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# native_dropout, which reads a tensor and returns two.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _dropout(
+    row: RandomOp, shard: Shard, local: torch.Tensor, p: float, train: bool | None, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if train is False or not shard.numel or (p == 1 and local.is_cuda):  # whose kernel is not run
+        return row.call(local, p, train)
+    if not shard.is_contiguous:
+        return _dropout_of_whole(row, shard, local, p, train, generator)
+    if local.is_cpu:
+        mask = torch.empty_like(local, dtype=torch.bool)
+        _fill(BERNOULLI, shard, mask, (1.0 - p,), generator)
+        return apply_mask(local, mask, 1.0 - p)
+    _check_dropout(row, local.dtype, local.device)
+    return _replay_dropout(row, shard, local, p, train, generator)
+
+
+def _dropout_of_whole(
+    row: RandomOp, shard: Shard, local: torch.Tensor, p: float, train: bool | None, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    everything = _overlaps(shard, tuple((0, size) for size in shard.shape))
+    whole = torch.empty_strided(shard.shape, shard.stride, dtype=local.dtype, device=local.device).zero_()
+    for of_whole, of_local in everything:
+        whole[of_whole] = local.permute(shard.order)[of_local]
+    kwargs = {"generator": generator} if local.is_cpu else {}
+    drawn = row.call(whole.permute(_inverse(shard.order)), p, train, **kwargs)
+    outs = tuple(torch.empty_like(local, dtype=one.dtype) for one in drawn)
+    for out, one in zip(outs, drawn):
+        for of_whole, of_local in everything:
+            out.permute(shard.order)[of_local] = one.permute(shard.order)[of_whole]
+    return outs  # type: ignore[return-value]
+
+
+# A group of 8 elements a thread is the same, whether a thread takes 8 or 4 that lie next to each other, or 4 that lie as
+# those of other kernels do (fused_dropout_kernel_vec and fused_dropout_kernel in ATen/native/cuda/Dropout.cu).
+_DROPOUT_VALUES = 8
+# How many lie next to each other depends on what divides the number of elements (get_vector_size, there).
+_DROPOUT_DIVISOR = 16
+
+
+def _dropout_offsets(numel: int, element_size: int) -> int:
+    """How many offsets a group lies after the one before it: 4 for 4 elements. Where a thread takes 2 that lie next to
+    each other it makes a Philox call for these and throws half of it away, as its ``gridxvec_loop_state`` never flips; so
+    it reads twice as far as it advances the generator."""
+    side_by_side = next(n for n in (8, 4, 2, 1) if n * element_size <= 16 and numel % n == 0)
+    return 4 * _DROPOUT_VALUES // (2 if side_by_side == 2 else 4)
+
+
+def _replay_dropout(
+    row: RandomOp,
+    shard: Shard,
+    local: torch.Tensor,
+    p: float,
+    train: bool | None,
+    generator: torch.Generator,
+    scratch_bytes: int = _SCRATCH_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    base, numel, most = generator.get_offset(), shard.numel, _most_threads(local.device)
+    launched = threads(numel, most)
+    group = launched * _DROPOUT_VALUES
+    window = max(1, scratch_bytes // local.element_size() // group) * group
+    offsets = _dropout_offsets(numel, local.element_size())
+    outs = torch.empty_like(local), torch.empty_like(local, dtype=torch.bool)
+    for begin in range(0, numel, window):
+        held = _held(shard, begin, min(numel, begin + window))
+        if not held:
+            continue
+        size = max(min(numel - begin, window), launched)
+        x = torch.zeros(size + (numel - size) % _DROPOUT_DIVISOR, dtype=local.dtype, device=local.device)
+        for one in held:
+            one.of(x).copy_(local.permute(shard.order)[one.of_local])
+        generator.set_offset(base + begin // group * offsets)
+        for out, drawn in zip(outs, row.call(x, p, train)):
+            for one in held:
+                out.permute(shard.order)[one.of_local] = one.of(drawn)
+    generator.set_offset(base + advance(numel, most, 4))
+    return outs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whether the kernels of this torch do so: looked at once for each op and dtype of a device.
+# ---------------------------------------------------------------------------------------------------------------------
+
+_checked: set[Any] = set()
+
+
+def forget() -> None:
+    """Forgets which kernels have been looked at."""
+    _checked.clear()
+
+
+def _check(row: RandomOp, dtype: torch.dtype, device: torch.device, args: tuple[Any, ...], values: int) -> None:
+    key = (row.overload, dtype, device, values)
+    if key in _checked:
+        return
+    generator = torch.Generator(device).manual_seed(0)
+    stream = stream_of(*_check_sizes(dtype, device, values))
+    group = stream.group(stream.leaves[0])
+    whole = torch.empty(stream.leaves[0].end, dtype=dtype, device=device)
+    row.fill(whole, *args, generator=generator)  # type: ignore[misc]
+    end = generator.get_offset()
+    part = whole.new_empty(whole.numel() - group // 2)
+    _replay(row, args, generator, 0, stream, group // 2, whole.numel(), part)
+    if end != stream.end or not _same_bits(part, whole[group // 2 :]):
+        raise _unknown(row, dtype, device)
+    _checked.add(key)
+
+
+def _check_dropout(row: RandomOp, dtype: torch.dtype, device: torch.device) -> None:
+    key = (row.overload, dtype, device)
+    if key in _checked:
+        return
+    generator = default_generator(None, device)
+    base = generator.get_offset()
+    numel, _, most, values = _check_sizes(dtype, device, _DROPOUT_VALUES)
+    try:
+        for n in (numel, numel + 4, numel + 2, numel + 1):
+            x = torch.ones(n, dtype=dtype, device=device)
+            wholes = row.call(x, 0.5, True)
+            end = generator.get_offset()
+            generator.set_offset(base)
+            begin = most * values // 2
+            shard = Shard((0,), (n,), (1,), (((begin, n),),))
+            parts = _replay_dropout(row, shard, x[begin:], 0.5, True, generator, scratch_bytes=0)
+            same = all(_same_bits(part, whole[begin:]) for part, whole in zip(parts, wholes))
+            if not same or end != generator.get_offset():
+                raise _unknown(row, dtype, device)
+            generator.set_offset(base)
+    finally:
+        generator.set_offset(base)
+    _checked.add(key)
+
+
+def _check_sizes(dtype: torch.dtype, device: torch.device, values: int) -> tuple[int, int, int, int]:
+    """Two groups, and a last one that is not full: the arguments of :func:`stream_of`."""
+    most = _most_threads(device)
+    return (2 * values + 1) * most + 16 * 21, dtype.itemsize, most, values
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def _unknown(row: RandomOp, dtype: torch.dtype, device: torch.device) -> RuntimeError:
+    return RuntimeError(
+        f"{row.op}: torch {torch.__version__} lays the numbers of {dtype} tensors on {torch.cuda.get_device_name(device)} "
+        "out in an order that torch_dtensor_rng does not know, so that policy 'single_device' cannot draw a shard's. "
+        "Use install(policy='offset'), and report it."
+    )
