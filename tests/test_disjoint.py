@@ -9,7 +9,9 @@ import torch
 import torch.distributed.tensor._random as torch_random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from worlds import coordinates
@@ -262,3 +264,30 @@ def test_a_cpu_stream_by_plain_integers(arrays, monkeypatch):
     z = _random._splitmix64((key + (index + 1) * 0x9E3779B97F4A7C15) & mask)
     factors = [_random._splitmix64(j * 0x9E3779B97F4A7C15 & mask) | 1 for j in range(1, 623)]
     assert drawn == [tempered((factor * z & mask) >> 32) % (1 << 31) for factor in factors]
+
+
+@settings(max_examples=300, deadline=None)
+@given(shardings())
+@example(FSDP_TP)
+def test_sizes_of_shards_are_torchs(sharding):
+    for coordinate in coordinates(sharding.mesh_shape):
+        ours = _random._local_numel(sharding.shape, sharding.placements, sharding.mesh_shape, list(coordinate))
+        assert ours == sharding.local_numel(coordinate)
+
+
+@pytest.mark.parametrize("size", [37, 36, 5, 13])
+def test_another_order_of_the_mesh_dims_stays_inside(size):
+    """``shard_order``: the last shard in number need not be the last piece of the dim."""
+    mesh = DeviceMesh("cpu", torch.arange(12).reshape(4, 3), _init_backend=False, _rank=0)
+    meta = TensorMeta(torch.Size((size, 5)), (5, 1), torch.float32)
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    spec = DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=order)
+    layout = _random._layout_for(spec)
+    ends = [0]
+    for coordinate in coordinates((4, 3)):
+        plan = layout.plan(coordinate)
+        parts = [one.shape[0] for one in torch.empty(size, 5, device="meta").chunk(3)] + [0] * 3
+        numel = -(-parts[coordinate[1]] // 4) * 5  # at most
+        assert ends[-1] <= plan.start
+        ends.append(plan.start + _random._philox_consumption(numel))
+    assert ends[-1] <= layout.end

@@ -4,6 +4,7 @@ from . import _torch_names
 
 _torch_names.check()
 
+from ._describe import describe  # noqa: E402
 from ._factories import bernoulli, normal, rand, randint, randn, randperm  # noqa: E402
 from ._install import Installation, RNGSyncDebugMode, install, uninstall  # noqa: E402
 from ._seed import manual_seed  # noqa: E402
@@ -15,6 +16,7 @@ __all__ = [
     "RNGSyncDebugMode",
     "bernoulli",
     "check_rng_sync",
+    "describe",
     "install",
     "manual_seed",
     "normal",

@@ -152,7 +152,7 @@ def _quick_handler(row: RandomOp, policy: Policy) -> Handler:
             return x
         # Before the draw, as whatever it raises must find the generator where it was.
         specs = _output_specs(row, spec, args[1:], kwargs, known.outputs)
-        if fills_output and specs[0].tensor_meta.stride != spec.tensor_meta.stride:
+        if fills_output and specs[0].tensor_meta.stride != spec.tensor_meta.stride:  # type: ignore[union-attr]
             return _run(row, policy, x, args[1:], kwargs)  # its shard lies in memory otherwise
         return _wrap(draw_local(row, known.plan, local, args[1:], kwargs), specs)
 

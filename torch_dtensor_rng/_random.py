@@ -229,27 +229,37 @@ def _calc_shard_linear_idx(shard_coord: Sequence[Any], shard_size: Sequence[Any]
 def _local_numel(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: list[int]
 ) -> int:
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+    size = list(shape)
+    for pieces, placement, piece in zip(mesh_shape, placements, coordinate):
+        if isinstance(placement, Shard | _StridedShard):
+            size[placement.dim] = _piece_size(_chunk_steps(size[placement.dim], pieces, _chunks(placement)), piece)
+    return math.prod(size)
 
-    local, _ = _compute_local_shape_and_global_offset(shape, mesh_shape, coordinate, placements, skip_offset=True)
-    return math.prod(local)
+
+def _chunk_steps(whole: Any, pieces: int, chunks: Any) -> list[tuple[Any, Any, Any]]:
+    """How a ``_StridedShard`` of ``split_factor=chunks`` cuts a dim into ``pieces``: the sizes of its chunks, how many there
+    are of each, and by what step one is cut. Each chunk is cut into pieces, and a rank holds one of every chunk.
+    ``Shard`` is one chunk."""
+    chunk = max(1, (whole + chunks - 1) // chunks)
+    return [
+        (size, count, max(1, (size + pieces - 1) // pieces))
+        for size, count in ((chunk, whole // chunk), (whole % chunk, 1))
+    ]
+
+
+def _piece_size(chunk_steps: list[tuple[Any, Any, Any]], piece: int) -> Any:
+    return sum(count * max(0, min(step, size - piece * step)) for size, count, step in chunk_steps)
 
 
 def _piece_sizes(whole: Any, pieces: int, chunks: Any) -> list[Any]:
     """The sizes, each once and the first piece's first, of the ``pieces`` that a dim of size ``whole`` is sharded into
-    by a ``_StridedShard`` of ``split_factor=chunks``: each chunk is cut into pieces, and a rank holds one of every
-    chunk. ``Shard`` is one chunk.
-    """
-    chunk = max(1, (whole + chunks - 1) // chunks)
-    parts = [(chunk, whole // chunk), (whole % chunk, 1)]  # the size of a chunk, and how many there are of it
-    steps = [max(1, (size + pieces - 1) // pieces) for size, _ in parts]
+    by a ``_StridedShard`` of ``split_factor=chunks``."""
+    chunk_steps = _chunk_steps(whole, pieces, chunks)
     sizes: list[Any] = []
     # A chunk of size n, cut by step, gives whole steps up to piece n // step, there what is left, and nothing beyond.
-    for piece in (0, *(n // step + i for (n, _), step in zip(parts, steps) for i in (0, 1)), pieces - 1):
-        if piece < pieces:
-            size = sum(count * max(0, min(step, n - piece * step)) for (n, count), step in zip(parts, steps))
-            if size not in sizes:
-                sizes.append(size)
+    for piece in (0, *(n // step + i for n, _, step in chunk_steps for i in (0, 1)), pieces - 1):
+        if piece < pieces and (size := _piece_size(chunk_steps, piece)) not in sizes:
+            sizes.append(size)
     return sizes
 
 
@@ -353,7 +363,12 @@ def _layout_for(spec: DTensorSpec, values_per_element: int = 1, least_span: int 
     dtype = spec.tensor_meta.dtype if spec.tensor_meta is not None else None
     if dtype is not None and dtype.is_complex:
         values_per_element *= 2
-    return _layout(spec.shape, spec.placements, spec.mesh.shape, values_per_element, least_span)
+    layout = _layout(spec.shape, spec.placements, spec.mesh.shape, values_per_element, least_span)
+    # Where a dim is sharded in another order than that of the mesh dims, the last shard in number may be any in size.
+    order = getattr(spec, "shard_order", None) or ()
+    if any(list(one.mesh_dims) != sorted(one.mesh_dims) for one in order):
+        return layout._replace(end=max(layout.end, layout.num_shards * _round_up_to_4(layout.step)))
+    return layout
 
 
 def _coordinate(mesh: DeviceMesh) -> list[Any]:
