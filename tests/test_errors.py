@@ -83,7 +83,12 @@ class TestErrors(Case):
         )
 
     def test_unknown_policy(self):
-        self.check(ValueError, """install expects policy to be one of 'offset', 'single_device', found 'ofset'""", tdr.install, "ofset")
+        self.check(
+            ValueError,
+            """install expects policy to be one of 'offset', 'single_device', found 'ofset'""",
+            tdr.install,
+            "ofset",
+        )
 
     def test_unknown_mesh_dim(self):
         self.check(

@@ -69,7 +69,7 @@ class Watch:
             _sync.check(mesh, passed, device, _sync.Call(f"{moment} {text}", lead, self.trail))
 
         check("before", f"Drifted before {text}: ")
-        before = _sync.state_of(generator)
+        before = _sync.state_of_this_rank(generator)
         try:
             out = handler(op, args, kwargs)
         except Exception:
@@ -77,7 +77,7 @@ class Watch:
             check("raised in", f"Raised in {text}: ")
             raise
         if self.history.maxlen:
-            self.history.append(_Draw(text, before, _sync.state_of(generator), _caller()))
+            self.history.append(_Draw(text, before, _sync.state_of_this_rank(generator), _caller()))
         check("after", f"Drifted inside {text}: ")
         return out
 

@@ -43,6 +43,16 @@ def state_of(generator: torch.Generator) -> GeneratorState:
     return GeneratorState(_HASHED, *(int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])))
 
 
+def state_of_this_rank(generator: torch.Generator) -> GeneratorState:
+    """:func:`state_of`, and of the first rank that LocalTensorMode plays under it."""
+    mode = enabled_local_tensor_mode()
+    if mode is None or not mode._per_rank_rng_states:
+        return state_of(generator)
+    with _disable_current_modes():
+        first = min(mode.ranks)
+        return _simulated_states(mode, torch.tensor([first]), generator)[first]
+
+
 class RNGDesyncError(RuntimeError):
     """Ranks of a mesh whose generators are not in the same state, or that are at different random ops. Raised on every
     rank of the mesh.
@@ -99,9 +109,11 @@ def check(mesh: DeviceMesh, generator: torch.Generator | None, device: torch.dev
     with _disable_current_modes():
         mode = enabled_local_tensor_mode()
         if mode is not None and mode._per_rank_rng_states:
-            states = _simulated_states(mode, mesh, generator, device)
-            if len(set(states.values())) > 1:
-                raise _error(name, mesh, states, {}, call)
+            # A slice of a mesh is one for each line of ranks that it goes through.
+            for table in mesh._layout.remap_to_tensor(mesh._rank_map):
+                states = _simulated_states(mode, table, generator)
+                if len(set(states.values())) > 1:
+                    raise _error(name, mesh, table, states, {}, call)
             return
         if not mesh._is_current_rank_part_of_mesh():
             return
@@ -124,7 +136,7 @@ def check(mesh: DeviceMesh, generator: torch.Generator | None, device: torch.dev
         calls[rank] = (
             b"".join(word.to_bytes(8, "little", signed=True) for word in words).rstrip(b"\0").decode(errors="ignore")
         )
-    raise _error(name, mesh, states, calls, call)
+    raise _error(name, mesh, mesh.mesh, states, calls, call)
 
 
 def _tensor(mesh: DeviceMesh, words: Sequence[int]) -> torch.Tensor:
@@ -152,18 +164,16 @@ def _gather(mesh: DeviceMesh, words: Sequence[int]) -> list[list[int]]:
     return rows.tolist()
 
 
-def _simulated_states(
-    mode: Any, mesh: DeviceMesh, generator: torch.Generator, device: torch.device
-) -> dict[int, GeneratorState]:
-    """The states that LocalTensorMode keeps for the ranks that it plays; a generator that was passed is one for all."""
+def _simulated_states(mode: Any, table: torch.Tensor, generator: torch.Generator) -> dict[int, GeneratorState]:
+    """The states that LocalTensorMode keeps for the ranks of ``table`` that it plays; a generator that was passed is one
+    for all."""
     from torch.distributed import _local_tensor
 
     ours = _local_tensor._get_rng_state()
     states = {}
     try:
-        for rank in sorted(mesh.mesh.flatten().tolist()):
-            if generator is _random._default_generator(device):
-                _local_tensor._set_rng_state(*mode._per_rank_rng_states[rank])
+        for rank in sorted(mode.ranks.intersection(table.flatten().tolist())):
+            _local_tensor._set_rng_state(*mode._per_rank_rng_states[rank])
             states[rank] = state_of(generator)
     finally:
         _local_tensor._set_rng_state(*ours)
@@ -176,18 +186,23 @@ def _simulated_states(
 
 
 def _error(
-    name: str, mesh: DeviceMesh, states: dict[int, GeneratorState], calls: dict[int, str], call: Call
+    name: str,
+    mesh: DeviceMesh,
+    table: torch.Tensor,
+    states: dict[int, GeneratorState],
+    calls: dict[int, str],
+    call: Call,
 ) -> RNGDesyncError:
     lines = []
     told_apart: dict[int, Any] = dict(states)
     if len(set(calls.values())) > 1:
         told_apart = dict(calls)
-        lines.append(f"{call.lead}ranks of {_mesh_text(mesh)} are at different random ops.")
+        lines.append(f"{call.lead}ranks of {_mesh_text(mesh, table)} are at different random ops.")
         lines += ["", *_table("at", calls)]
     else:
-        lines.append(f"{call.lead}{name} is not in the same state on all ranks of {_mesh_text(mesh)}.")
+        lines.append(f"{call.lead}{name} is not in the same state on all ranks of {_mesh_text(mesh, table)}.")
     lines += ["", *_table("generator", states), ""]
-    lines += _odd_ones(told_apart, mesh.mesh, _dim_names(mesh))
+    lines += _odd_ones(told_apart, table, _dim_names(mesh))
     lines.append(
         "Seed all ranks of the mesh alike (torch.manual_seed, torch_dtensor_rng.manual_seed), and run the same random ops "
         "on all of them, in the same order. torch_dtensor_rng.RNGSyncDebugMode() finds the first op at which they differ; "
@@ -203,9 +218,11 @@ def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or (f"dim {i}" for i in range(mesh.ndim)))
 
 
-def _mesh_text(mesh: DeviceMesh) -> str:
+def _mesh_text(mesh: DeviceMesh, table: torch.Tensor | None = None) -> str:
+    """A mesh as text; ``table`` is its ranks, by default as on this rank."""
+    table = mesh.mesh if table is None else table
     dims = ", ".join(f"{name} {size}" for name, size in zip(_dim_names(mesh), mesh.shape))
-    return f"the {mesh.device_type} mesh ({dims}) of ranks {ranges(mesh.mesh.flatten().tolist())}"
+    return f"the {mesh.device_type} mesh ({dims}) of ranks {ranges(table.flatten().tolist())}"
 
 
 def ranges(ranks: Iterable[int]) -> str:
@@ -246,7 +263,8 @@ def _odd_ones(values: dict[int, Any], table: torch.Tensor, names: Sequence[str])
         dim
         for dim in dims
         if any(
-            len({values[int(rank)] for rank in line}) > 1
+            # LocalTensorMode may play some of the ranks only.
+            len({values[int(rank)] for rank in line if int(rank) in values}) > 1
             for line in table.movedim(dim, -1).reshape(-1, table.shape[dim])
         )
     ]
