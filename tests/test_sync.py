@@ -2,13 +2,15 @@
 
 import datetime
 import os
+import warnings
 
 import expecttest
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, empty
-from worlds import gloo
+from worlds import as_rank, gloo
 
 import torch_dtensor_rng as tdr
 
@@ -425,3 +427,19 @@ def test_the_trail_of_the_last_draws_and_the_variable():
         outside = "aten.log_normal_.default" not in trail[8]
         assert outside == (rank == 1), "what this rank has not drawn is not in its trail"
         assert trail["variable"] == trail[8]
+
+
+def test_compiled_graphs_are_not_looked_into_and_it_says_so_once(installed):
+    mesh = as_rank(1, (4,))
+    x = empty(16, 6, device_mesh=mesh, placements=[Shard(0)])
+    double = torch.compile(lambda x: torch.rand_like(x) * 2, backend="aot_eager", fullgraph=True)
+    double(x)
+    with tdr.RNGSyncDebugMode():
+        with pytest.warns(UserWarning, match="does not look inside compiled graphs"):
+            double(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            double(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        double(x)

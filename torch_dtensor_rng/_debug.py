@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ class Watch:
     def __init__(self, device_mesh: DeviceMesh | None, history: int):
         self.device_mesh = device_mesh
         self.history: deque[_Draw] = deque(maxlen=history)
+        self._told = False
 
     def wrap(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         """``handler`` with the checks around it."""
@@ -45,6 +47,16 @@ class Watch:
             return self._watched(handler, op, x, args, kwargs)
 
         return watched
+
+    def in_graph(self) -> None:
+        """Says once that a compiled graph has drawn unseen."""
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                "RNGSyncDebugMode does not look inside compiled graphs: the random ops in them are not checked. Run the "
+                "model in eager mode, or call torch_dtensor_rng.check_rng_sync between the graphs.",
+                stacklevel=2,
+            )
 
     def _watches(self, x: DTensor) -> bool:
         mesh = x._spec.mesh

@@ -94,6 +94,7 @@ class Installation(_Patches):
         if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             watch = _debug.Watch(None, _DEBUG_HISTORY)
             rows = {op: watch.wrap(handler) for op, handler in rows.items()}
+            self._set(_traced, "watcher", watch.in_graph)
         for op, handler in (rows | _composed.HANDLERS).items():
             self._set(DTensor._op_dispatcher._custom_op_handlers, op, handler)
         self._set(torch_random, "OffsetBasedRNGTracker", _random.OffsetBasedRNGTracker)
@@ -140,7 +141,8 @@ class RNGSyncDebugMode(_Patches):
     step, and at the same op; see :func:`check_rng_sync`. The package has to be installed.
 
     Communicates: at least two small all-reduces over each mesh dim for each op, on the mesh's own groups, so it has to be on
-    on all ranks of the mesh alike. While it is off, nothing is added to any op. Ops in a compiled graph are not checked.
+    on all ranks of the mesh alike. While it is off, nothing is added to any op. Ops in a compiled graph are not checked,
+    which a warning says once.
 
     Args:
         device_mesh (:class:`DeviceMesh`): check only the ops on this mesh. Default: every op, on its own mesh.
@@ -171,6 +173,7 @@ class RNGSyncDebugMode(_Patches):
         handlers = DTensor._op_dispatcher._custom_op_handlers
         for op in _dispatch.HANDLERS:
             self._set(handlers, op, self._watch.wrap(handlers[op]))
+        self._set(_traced, "watcher", self._watch.in_graph)
 
     def __enter__(self) -> "RNGSyncDebugMode":
         if not _patches:

@@ -14,6 +14,7 @@ Nothing here communicates. If anything raises, the generator is where it was bef
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -125,15 +126,39 @@ def _fill(row: RandomOp, shard: Shard, out: torch.Tensor, args: tuple[Any, ...],
     if out.dtype.is_complex or not shard.is_dense:  # TensorIterator splits these where they need more than 32 bits
         _as_a_whole(row, shard, target, args, generator)
         return
-    values = 2 if row.wide(out.dtype, *args) else 4
-    _check(row, out.dtype, out.device, args, values)
-    stream = stream_of(shard.numel, out.element_size(), _most_threads(out.device), values)
-    base = generator.get_offset()
     in_order = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype, device=out.device)
-    _replay_shard(functools.partial(_replay, row, args, generator, base, stream), shard, stream, in_order)
+    if not _fill_fused(row, shard, in_order, args, generator):
+        values = 2 if row.wide(out.dtype, *args) else 4
+        _check(row, out.dtype, out.device, args, values)
+        stream = stream_of(shard.numel, out.element_size(), _most_threads(out.device), values)
+        base = generator.get_offset()
+        _replay_shard(functools.partial(_replay, row, args, generator, base, stream), shard, stream, in_order)
+        generator.set_offset(base + stream.end)
     if in_order is not target:
         target.copy_(in_order)
-    generator.set_offset(base + stream.end)
+
+
+@functools.lru_cache(maxsize=1)
+def _kernels() -> Any:
+    """The fused kernels; None without Triton."""
+    try:
+        from . import _kernels
+    except ImportError:
+        return None
+    return _kernels
+
+
+def _fill_fused(
+    row: RandomOp, shard: Shard, in_order: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator
+) -> bool:
+    """Whether a fused kernel has filled the shard, and advanced the generator; nothing is done else."""
+    kernels = _kernels()
+    if kernels is None:
+        return False
+    distribution = kernels.distribution_of(row.fill, in_order.dtype, args)
+    if distribution is None or not _fused_is_exact(kernels, row, distribution, in_order.dtype, in_order.device, args):
+        return False
+    return kernels.fill(distribution, shard, in_order, generator, _most_threads(in_order.device))
 
 
 def _as_a_whole(
@@ -447,8 +472,28 @@ def _dropout(
         mask = torch.empty_like(local, dtype=torch.bool)
         _fill(BERNOULLI, shard, mask, (1.0 - p,), generator)
         return apply_mask(local, mask, 1.0 - p)
+    if (outs := _dropout_fused(row, shard, local, p, generator)) is not None:
+        return outs
     _check_dropout(row, local.dtype, local.device)
     return _replay_dropout(row, shard, local, p, train, generator)
+
+
+def _dropout_fused(
+    row: RandomOp, shard: Shard, local: torch.Tensor, p: float, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What a fused kernel has drawn; None, and nothing is done, where none serves."""
+    kernels = _kernels()
+    if kernels is None or not local.is_contiguous():
+        return None
+    if not _fused_dropout_is_exact(kernels, row, local.dtype, local.device):
+        return None
+    outs = torch.empty_like(local), torch.empty_like(local, dtype=torch.bool)
+    most = _most_threads(local.device)
+    side = side_by_side(shard.numel, local.element_size())
+    if not kernels.dropout(shard, local, *outs, p, side, generator, most):
+        return None
+    generator.set_offset(generator.get_offset() + advance(shard.numel, most, 4))
+    return outs
 
 
 def _dropout_of_whole(
@@ -474,12 +519,16 @@ _DROPOUT_VALUES = 8
 _DROPOUT_DIVISOR = 16
 
 
+def side_by_side(numel: int, element_size: int) -> int:
+    """How many elements that lie next to each other a thread takes."""
+    return next(n for n in (8, 4, 2, 1) if n * element_size <= 16 and numel % n == 0)
+
+
 def _dropout_offsets(numel: int, element_size: int) -> int:
     """How many offsets a group lies after the one before it: 4 for 4 elements. Where a thread takes 2 that lie next to
     each other it makes a Philox call for these and throws half of it away, as its ``gridxvec_loop_state`` never flips; so
     it reads twice as far as it advances the generator."""
-    side_by_side = next(n for n in (8, 4, 2, 1) if n * element_size <= 16 and numel % n == 0)
-    return 4 * _DROPOUT_VALUES // (2 if side_by_side == 2 else 4)
+    return 4 * _DROPOUT_VALUES // (2 if side_by_side(numel, element_size) == 2 else 4)
 
 
 def _replay_dropout(
@@ -518,11 +567,87 @@ def _replay_dropout(
 # ---------------------------------------------------------------------------------------------------------------------
 
 _checked: set[Any] = set()
+_fused: dict[Any, bool] = {}  # whether a fused kernel draws what the stock one does
 
 
 def forget() -> None:
     """Forgets which kernels have been looked at."""
     _checked.clear()
+    _fused.clear()
+
+
+def _check_shards(numel: int, most: int) -> tuple[int, list[Shard]]:
+    """A number of elements not above ``numel``, and shards of as many in all layouts that the fused kernels know: a run,
+    columns of rows that divide a launch, and a box."""
+    width = 256
+    rows = numel // (3 * width) * 3
+    held = ((rows // 3, rows),), ((width // 4, width // 2),)
+    flat = Shard((0,), (rows * width,), (1,), (((rows * width // 3, rows * width),),))
+    columns = Shard((0, 1), (rows, width), (width, 1), held)
+    box = Shard((0, 1, 2), (rows // 3, 3, width), (3 * width, width, 1), (((1, rows // 3),), ((0, 2),), held[1]))
+    return rows * width, [flat, columns, box]
+
+
+def _part(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+    return whole.view(shard.shape)[tuple(slice(*ranges[0]) for ranges in shard.ranges)]
+
+
+def _fused_is_exact(
+    kernels: Any, row: RandomOp, distribution: Any, dtype: torch.dtype, device: torch.device, args: tuple[Any, ...]
+) -> bool:
+    key = (row.fill, dtype, device)
+    if key not in _fused:
+        generator = torch.Generator(device).manual_seed(0)
+        most = _most_threads(device)
+        numel, shards = _check_shards(10 * most, most)
+        whole = torch.empty(numel, dtype=dtype, device=device)
+        row.fill(whole, *args, generator=generator)  # type: ignore[misc]
+        end = generator.get_offset()
+        _fused[key] = True
+        for shard in shards:
+            generator.set_offset(0)
+            part = _part(whole, shard)
+            drawn = torch.empty_like(part, memory_format=torch.contiguous_format)
+            served = kernels.fill(distribution, shard, drawn, generator, most)
+            if not served or generator.get_offset() != end or not _same_bits(drawn, part.contiguous()):
+                _fused[key] = False
+        _warn_unless_fused(key, row)
+    return _fused[key]
+
+
+def _fused_dropout_is_exact(kernels: Any, row: RandomOp, dtype: torch.dtype, device: torch.device) -> bool:
+    key = (row.fill, dtype, device)
+    if key not in _fused:
+        generator = default_generator(None, device)
+        base, most = generator.get_offset(), _most_threads(device)
+        numel, shards = _check_shards(10 * most, most)
+        x = torch.ones(numel, dtype=dtype, device=device)
+        try:
+            wholes = row.call(x, 0.3, True)
+            generator.set_offset(base)
+            _fused[key] = True
+            for shard in shards:
+                part = _part(x, shard).contiguous()
+                outs = torch.empty_like(part), torch.empty_like(part, dtype=torch.bool)
+                side = side_by_side(numel, x.element_size())
+                served = kernels.dropout(shard, part, *outs, 0.3, side, generator, most)
+                same = all(_same_bits(out, _part(whole, shard).contiguous()) for out, whole in zip(outs, wholes))
+                if not served or not same:
+                    _fused[key] = False
+        finally:
+            generator.set_offset(base)
+        if dtype in kernels.FLOATS:
+            _warn_unless_fused(key, row)
+    return _fused[key]
+
+
+def _warn_unless_fused(key: Any, row: RandomOp) -> None:
+    if not _fused[key]:
+        warnings.warn(
+            f"{row.op}: the fused kernel of torch_dtensor_rng does not draw what torch {torch.__version__} draws for "
+            f"{key[1]} on {torch.cuda.get_device_name(key[2])}; the stock kernel is replayed, which is slower.",
+            stacklevel=2,
+        )
 
 
 def _check(row: RandomOp, dtype: torch.dtype, device: torch.device, args: tuple[Any, ...], values: int) -> None:

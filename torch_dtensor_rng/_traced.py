@@ -9,7 +9,7 @@ what eager mode does. Which shard is its own it works out then, from its rank: t
 import functools
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ _LAYOUT = {
     "step": "SymInt",
     "end": "SymInt",
 }
+
+# What a debug mode wants to be told when a graph draws.
+watcher: Callable[[], None] | None = None
 
 _library = Library(NAMESPACE, "FRAGMENT")
 
@@ -64,6 +67,8 @@ def _define(row: RandomOp) -> None:
         end: int,
         **kwargs: Any,
     ) -> Any:
+        if watcher is not None:
+            watcher()
         coordinate = _coordinate(dist.get_rank(), ranks, strides, sizes)
         layout = _random._ShardLayout(tuple(weights), num_shards, step, end)
         local = torch.empty_like(local) if row.in_place else local
