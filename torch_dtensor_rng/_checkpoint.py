@@ -90,14 +90,14 @@ class RNGState:
         key = _key(self._index)
         if key not in state_dict:
             raise RuntimeError(
-                f"RNGState found no {key} to load {_listed(live)} from: there is {_listed(state_dict)}. A checkpoint can "
-                "be loaded at no more indices along distinct_dims than it was saved at."
+                f"RNGState found no {key} in the state dict, which holds: {_listed(state_dict)}. Wanted: {_listed(live)}. "
+                "A checkpoint can be loaded at no more indices along distinct_dims than it was saved at."
             )
         saved = {_label(one.name, one.device_type): one for one in _entries(key, state_dict[key])}
         if saved.keys() != live.keys():
             raise RuntimeError(
-                f"RNGState has {_listed(live)}, and {key} holds the state of {_listed(saved)}. Pass the generators that "
-                "were saved, under their names, and a device_mesh of the device type of then."
+                f"RNGState holds: {_listed(live)}; and {key} of the checkpoint: {_listed(saved)}. Pass the generators that "
+                "were saved, under the names they had, and a device_mesh of the same device type."
             )
         states = [(live[label], _checked(f"{label} in {key}", live[label].device.type, saved[label])) for label in live]
         _set_all(states)
@@ -153,7 +153,7 @@ def _label(name: str | None, device_type: str) -> str:
 
 
 def _listed(labels: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(labels)) or "nothing"
+    return ", ".join(labels) or "nothing"
 
 
 def _digest(state: bytes) -> bytes:
@@ -180,11 +180,13 @@ def _checked(where: str, device_type: str, entry: _Entry) -> torch.Tensor:
     """The state of an entry for a generator on ``device_type``."""
     if entry.device_type != device_type:
         raise RuntimeError(
-            f"RNGState cannot load {where} into a generator on {device_type}: it is the state of one on "
-            f"{entry.device_type}. Pass a generator on {entry.device_type} under this name."
+            f"RNGState cannot load the state of {where} into a {device_type} generator: it is that of a "
+            f"{entry.device_type} generator. Pass a {entry.device_type} generator under this name."
         )
     state = torch.tensor(list(entry.state), dtype=torch.uint8, device="cpu")
-    wrong = "it is not what was saved" if _digest(entry.state) != entry.digest else _what_is_wrong(device_type, state)
+    wrong = (
+        "it is torn, not what was saved" if _digest(entry.state) != entry.digest else _what_is_wrong(device_type, state)
+    )
     if wrong:
         raise RuntimeError(f"RNGState cannot load the state of {where}: {wrong}. Load another checkpoint.")
     return state

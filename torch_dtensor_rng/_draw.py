@@ -77,6 +77,8 @@ def default_generator(generator: torch.Generator | None, device: torch.device) -
     if generator is None:
         return _random._default_generator(device)
     _random._check_generator(generator, device)
+    if device.index is not None and generator.device.index not in (None, device.index):
+        raise RuntimeError(f"Expected a '{device}' generator device but found '{generator.device}'")
     return generator
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ._single_device import Shard, Stream, stream_of, threads
+from ._single_device import Shard, Stream, advance, stream_of, threads
 
 UNIFORM, NORMAL, LOG_NORMAL, EXPONENTIAL, BERNOULLI, RANDOM = map(tl.constexpr, range(6))
 
@@ -114,7 +114,7 @@ def _one(seed, counter, thread, lane, a, b, c, KIND: tl.constexpr, dtype: tl.con
 # Fills.
 # ---------------------------------------------------------------------------------------------------------------------
 
-_VARY = ["numel", "begin", "first_group", "seed", "counter", "a", "b", "c"]
+_VARY = ["first_group", "seed", "counter", "a", "b", "c"]
 
 
 @triton.jit(do_not_specialize=_VARY)
@@ -158,7 +158,7 @@ def _box(n1, n2, numel, first, g0, g1, l0, l1, WIDE: tl.constexpr, BLOCK: tl.con
     return e < numel, first + i0 * g0 + i1 * g1 + i2, i0 * l0 + i1 * l1 + i2
 
 
-@triton.jit(do_not_specialize=[*_VARY, "first", "size"])
+@triton.jit(do_not_specialize=_VARY)
 def fill_box(
     out, numel, n1, n2, first, size, g0, g1, l0, l1, threads, seed, counter, a, b, c,
     KIND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -167,9 +167,30 @@ def fill_box(
     ok, index, at = _box(n1, n2, numel, first, g0, g1, l0, l1, WIDE, BLOCK)
     q = index // threads
     thread = (index - q * threads).to(tl.int32)
-    group = q // 4
-    x = _one(seed, counter + group, thread, q % 4, a, b, c, KIND, out.dtype.element_ty)
+    x = _one(seed, counter + (q >> 2), thread, q & 3, a, b, c, KIND, out.dtype.element_ty)
     tl.store(out + at, x, mask=ok & (index >= 0) & (index < size))
+
+
+@triton.jit(do_not_specialize=_VARY)
+def fill_columns(
+    out, rows, width, first, size, stride, local_stride, threads, seed, counter, a, b, c,
+    KIND: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A box of two dims, no wider than a launch: only one element of a row is looked up by a division."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    if WIDE:
+        row = row.to(tl.int64)
+    start = first + row * stride
+    q = start // threads
+    thread = (start - q * threads).to(tl.int32) + column
+    over = thread >= threads
+    q = q + over.to(tl.int32)
+    thread = tl.where(over, thread - threads, thread)
+    index = start + column
+    x = _one(seed, counter + (q >> 2), thread, q & 3, a, b, c, KIND, out.dtype.element_ty)
+    ok = (row < rows) & (column < width) & (index >= 0) & (index < size)
+    tl.store(out + row * local_stride + column, x, mask=ok)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,22 +198,19 @@ def fill_box(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["numel", "begin", "seed", "counter", "keep", "scale"])
+@triton.jit(do_not_specialize=["seed", "counter", "keep", "scale"])
 def dropout_run(
     x, out, mask, numel, begin, threads, seed, counter, keep, scale, SIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A run of elements, from ``begin`` on, four of a Philox call at a time."""
-    first = begin // 4 + tl.program_id(0).to(tl.int64) * BLOCK
-    vector = first + tl.arange(0, BLOCK)
-    if SIDE == 8:
-        q = vector // 2
-        group = q // threads
-        call = group * 2 + vector % 2
-    else:
-        q = vector
-        group = q // threads
-        call = group
-    w0, w1, w2, w3 = _words(seed, counter + call, (q - group * threads).to(tl.int32))
+    SHARED: tl.constexpr = SIDE // 4  # how many vectors of four are a thread's
+    vector = tl.arange(0, BLOCK)
+    first = begin // 8 * 2 + tl.program_id(0).to(tl.int64) * BLOCK
+    group = first // SHARED // threads
+    thread = (first // SHARED - group * threads).to(tl.int32) + vector // SHARED
+    over = thread >= threads
+    call = (group + over.to(tl.int32)) * SHARED + vector % SHARED
+    w0, w1, w2, w3 = _words(seed, counter + call, tl.where(over, thread - threads, thread))
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     i = first * 4 + tl.arange(0, BLOCK * 4) - begin
     ok = (i >= 0) & (i < numel)
@@ -202,7 +220,7 @@ def dropout_run(
     tl.store(mask + i, kept, mask=ok)
 
 
-@triton.jit(do_not_specialize=["numel", "first", "seed", "counter", "keep", "scale"])
+@triton.jit(do_not_specialize=["seed", "counter", "keep", "scale"])
 def dropout_box(
     x, out, mask, numel, n1, n2, first, g0, g1, l0, l1, threads, seed, counter, keep, scale,
     SIDE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -364,7 +382,8 @@ def _boxes(shard: Shard) -> list[_Box] | None:
             dims.append((1, 1, 1))
         if len(dims) > 3:
             return None
-        boxes.append(_Box(*(tuple(one) for one in zip(*dims)), first, local_first))  # type: ignore[arg-type, misc]
+        sizes, of_whole, of_local = zip(*dims)
+        boxes.append(_Box(sizes, of_whole, of_local, first, local_first))
     return boxes
 
 
@@ -379,9 +398,43 @@ class _Launch(NamedTuple):
     offset: int
     constants: dict[str, Any]
 
+    def of(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors from where this launch begins."""
+        return tuple(one.view(-1)[self.local_first :] for one in tensors) if self.local_first else tensors
 
+
+class _Runner:
+    """Launches of one kernel with one set of types: what Triton compiled is kept here, as its own look-up takes longer than
+    a launch."""
+
+    __slots__ = ("constants", "launch", "runs")
+
+    def __init__(self, launch: _Launch, **constants: Any):
+        self.launch = launch
+        self.constants = {**constants, **launch.constants}
+        self.runs: dict[Any, Any] = {}
+
+    def __call__(self, tensors: tuple[torch.Tensor, ...], seed: int, counter: int, *numbers: Any) -> None:
+        launch = self.launch
+        if launch.local_first:
+            tensors = launch.of(*tensors)
+        # What Triton compiles for: pointers to whole vectors, and integers of 32 bits.
+        aligned = 0
+        for one in tensors:
+            aligned |= one.data_ptr() & 15
+        key = (aligned == 0, -_INT32 <= seed < _INT32, counter < _INT32)
+        args = (*tensors, *launch.before, seed, counter, *numbers)
+        run = self.runs.get(key)
+        if run is None:
+            self.runs[key] = launch.kernel[launch.grid](*args, **self.constants)[launch.grid]
+        else:
+            run(*args, *self.constants.values())
+
+
+_INT32 = 1 << 31
 _RUN_BLOCK = 1024
 _BOX_BLOCK = 512
+_COLUMNS_BLOCK = (8, 128)
 _DROPOUT_BLOCK = 512
 
 
@@ -394,7 +447,7 @@ def _run_launch(
     first_group = begin // group
     return _Launch(
         fill_run,
-        (triton.cdiv(held, _RUN_BLOCK), (begin + numel - 1) // group - first_group + 1),
+        (triton.cdiv(held, _RUN_BLOCK), (begin + numel - 1) // group - first_group + 1, 1),
         local_first,
         (numel, begin, first_group, launched, row, width, column),
         leaf_offset,
@@ -442,6 +495,13 @@ def fill_launches(shard: Shard, element_size: int, most_threads: int) -> tuple[t
                 begin, column = first // stride * width, first % stride
                 launches.append(_run_launch(begin, rows * width, leaf.offset, launched, at, stride, width, column))
                 continue
+            if len(box.sizes) == 2 and width <= launched:
+                before = (rows, width, first, size, stride, local_stride, launched)
+                grid = (*(triton.cdiv(n, block) for n, block in zip((rows, width), _COLUMNS_BLOCK)), 1)
+                wide = max(first + rows * stride, rows * local_stride) >= 1 << 31
+                constants = {"WIDE": wide, "ROWS": _COLUMNS_BLOCK[0], "COLUMNS": _COLUMNS_BLOCK[1]}
+                launches.append(_Launch(fill_columns, grid, at, before, leaf.offset, constants))
+                continue
             sizes, whole, local = (rows, *box.sizes[1:]), box.whole_strides, box.local_strides
             launches.append(_box_launch(fill_box, sizes, whole, local, first, (size,), launched, leaf.offset, at))
     return tuple(launches), stream.end
@@ -464,7 +524,7 @@ def _box_launch(
     last = first + sum((n - 1) * stride for n, stride in zip(sizes, whole))
     return _Launch(
         kernel,
-        (triton.cdiv(numel, _BOX_BLOCK),),
+        (triton.cdiv(numel, _BOX_BLOCK), 1, 1),
         at,
         (numel, *sizes[1:], first, *size, *whole[:2], *local[:2], launched),
         offset,
@@ -472,22 +532,28 @@ def _box_launch(
     )
 
 
-def fill(
-    distribution: Distribution, shard: Shard, target: torch.Tensor, generator: torch.Generator, most_threads: int
-) -> bool:
-    """Fills ``target``, the contiguous local tensor that holds ``shard``, and advances the generator. False, and nothing
-    is done, where no kernel serves the shard."""
-    found = fill_launches(shard, target.element_size(), most_threads)
-    if found is None:
-        return False
-    launches, end = found
-    base, seed = generator.get_offset(), _signed(generator.initial_seed())
-    kind, a, b, c = distribution
-    for kernel, grid, at, before, offset, constants in launches:
-        out = target if at == 0 else target.view(-1)[at:]
-        kernel[grid](out, *before, seed, (base + offset) // 4, a, b, c, KIND=kind, **constants)
-    generator.set_offset(base + end)
-    return True
+class Filler:
+    """Fills the contiguous local tensors of a shard, of one dtype, from a distribution."""
+
+    __slots__ = ("_end", "_numbers", "_runners")
+
+    def __init__(self, distribution: Distribution, launches: tuple[_Launch, ...], end: int):
+        kind, *self._numbers = distribution
+        self._runners = [(launch.offset, _Runner(launch, KIND=kind)) for launch in launches]
+        self._end = end
+
+    def __call__(self, target: torch.Tensor, generator: torch.Generator) -> None:
+        """Fills ``target``, which is on the current device, and advances the generator."""
+        base, seed = generator.get_offset(), _signed(generator.initial_seed())
+        for offset, run in self._runners:
+            run((target,), seed, (base + offset) // 4, *self._numbers)
+        generator.set_offset(base + self._end)
+
+
+def filler(distribution: Distribution, shard: Shard, element_size: int, most_threads: int) -> Filler | None:
+    """None where no kernel serves the shard."""
+    found = fill_launches(shard, element_size, most_threads)
+    return None if found is None else Filler(distribution, *found)
 
 
 def _signed(seed: int) -> int:
@@ -505,8 +571,8 @@ def dropout_launches(shard: Shard, side: int, most_threads: int) -> tuple[_Launc
     for box in boxes:
         if len(box.sizes) == 1 and side >= 4:
             numel = box.sizes[0]
-            vectors = (box.first + numel - 1) // 4 - box.first // 4 + 1
-            grid = (triton.cdiv(vectors, _DROPOUT_BLOCK),)
+            vectors = (box.first + numel - 1) // 4 - box.first // 8 * 2 + 1
+            grid = (triton.cdiv(vectors, _DROPOUT_BLOCK), 1, 1)
             constants = {"SIDE": side, "BLOCK": _DROPOUT_BLOCK}
             launches.append(_Launch(dropout_run, grid, box.local_first, (numel, box.first, launched), 0, constants))
             continue
@@ -514,28 +580,32 @@ def dropout_launches(shard: Shard, side: int, most_threads: int) -> tuple[_Launc
         if len(sizes) == 1:
             sizes, whole, local = (1, *sizes), (0, *whole), (0, *local)
         one = _box_launch(dropout_box, sizes, whole, local, box.first, (), launched, 0, box.local_first)
-        launches.append(one._replace(constants={**one.constants, "SIDE": side}))
+        launches.append(one._replace(constants={"SIDE": side, **one.constants}))
     return tuple(launches)
 
 
-def dropout(
-    shard: Shard,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    mask: torch.Tensor,
-    p: float,
-    side: int,
-    generator: torch.Generator,
-    most_threads: int,
-) -> bool:
-    """Drops out of ``x`` into ``out`` and ``mask``, all of them contiguous; the generator stays. False where replay
-    serves."""
-    launches = dropout_launches(shard, side, most_threads) if x.dtype in FLOATS else None
-    if launches is None:
-        return False
-    counter, seed = generator.get_offset() // 4, _signed(generator.initial_seed())
-    keep = _float32(1.0 - p)
-    for kernel, grid, at, before, _, constants in launches:
-        tensors = (x, out, mask) if at == 0 else (one.view(-1)[at:] for one in (x, out, mask))
-        kernel[grid](*tensors, *before, seed, counter, keep, _float32(1.0 / keep), **constants)
-    return True
+class Dropper:
+    """Drops out of the contiguous local tensors of a shard, of one dtype, with probability ``p``."""
+
+    __slots__ = ("_end", "_numbers", "_runners")
+
+    def __init__(self, p: float, launches: tuple[_Launch, ...], end: int):
+        keep = _float32(1.0 - p)
+        self._numbers = keep, _float32(1.0 / keep)
+        self._runners = [_Runner(launch) for launch in launches]
+        self._end = end
+
+    def __call__(self, x: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is kept of ``x``, which is on the current device, and the mask; advances the generator."""
+        base, seed = generator.get_offset(), _signed(generator.initial_seed())
+        outs = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+        for run in self._runners:
+            run((x, *outs), seed, base // 4, *self._numbers)
+        generator.set_offset(base + self._end)
+        return outs
+
+
+def dropper(shard: Shard, dtype: torch.dtype, p: float, side: int, most_threads: int) -> Dropper | None:
+    """None where no kernel serves the shard. ``side`` elements next to each other are a thread's."""
+    launches = dropout_launches(shard, side, most_threads) if dtype in FLOATS else None
+    return None if launches is None else Dropper(p, launches, advance(shard.numel, most_threads, 4))

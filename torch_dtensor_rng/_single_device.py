@@ -16,6 +16,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -30,17 +31,19 @@ aten = torch.ops.aten
 Ranges = tuple[tuple[int, int], ...]
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Shard:
     """What a local tensor holds of a tensor, dims in the order of memory: the largest stride first.
 
     ``order`` are the tensor's dims in that order; ``shape`` and ``stride`` are the whole tensor's, and ``ranges`` the
-    held global indices of each dim, ascending.
+    held global indices of each dim, ascending. ``ready`` are the fused fills that have served it.
     """
 
     order: tuple[int, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     ranges: tuple[Ranges, ...]
+    ready: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @property
     def numel(self) -> int:
@@ -86,20 +89,30 @@ def draw(row: RandomOp, shard: Shard | None, local: torch.Tensor, args: tuple[An
         RuntimeError: the generator is of another device type than ``local``, or the kernel of this torch lays its
             numbers out in an order that is not known here.
     """
-    generator = default_generator(kwargs.get("generator"), local.device)
+    generator = kwargs.get("generator")
     if shard is None:
         return row.call(local, *args, **kwargs)
-    assert row.fill is not None
+    dropout = row.reads_input
+    out = local
+    if not row.in_place and not dropout:
+        out = torch.empty_like(local, **{name: value for name, value in kwargs.items() if name != "generator"})
+    if local.is_cuda:
+        device = local.get_device()
+        fused = shard.ready.get((row.overload, out.dtype, device, args))
+        if fused is not None and out.is_contiguous() and torch.cuda.current_device() == device:
+            if generator is None:
+                drawn = fused(out, torch.cuda.default_generators[device])  # which it moves last
+                return drawn if dropout else out
+            if generator.device == local.device:
+                drawn = fused(out, generator)
+                return drawn if dropout else out
+    generator = default_generator(generator, local.device)
     if not local.numel() and shard.numel:
         try_on_one_element(row, local, args, kwargs)
     restore = _restore_point(generator)
     try:
-        if row.op is aten.native_dropout.default:
+        if dropout:
             return _dropout(row, shard, local, args[0], args[1], generator)
-        out = local
-        if not row.in_place:
-            like = {name: value for name, value in kwargs.items() if name != "generator"}
-            out = torch.empty_like(local, **like)
         if shard.numel:
             _fill(row, shard, out, args, generator)
         return out
@@ -158,7 +171,18 @@ def _fill_fused(
     distribution = kernels.distribution_of(row.fill, in_order.dtype, args)
     if distribution is None or not _fused_is_exact(kernels, row, distribution, in_order.dtype, in_order.device, args):
         return False
-    return kernels.fill(distribution, shard, in_order, generator, _most_threads(in_order.device))
+    fill = kernels.filler(distribution, shard, in_order.element_size(), _most_threads(in_order.device))
+    if fill is None:
+        return False
+    with torch.cuda.device(in_order.device):
+        fill(in_order, generator)
+    if shard.order == tuple(range(in_order.ndim)):
+        shard.ready[_ready_key(row, in_order, args)] = fill
+    return True
+
+
+def _ready_key(row: RandomOp, out: torch.Tensor, args: tuple[Any, ...]) -> Any:
+    return row.overload, out.dtype, out.get_device(), args
 
 
 def _as_a_whole(
@@ -472,14 +496,14 @@ def _dropout(
         mask = torch.empty_like(local, dtype=torch.bool)
         _fill(BERNOULLI, shard, mask, (1.0 - p,), generator)
         return apply_mask(local, mask, 1.0 - p)
-    if (outs := _dropout_fused(row, shard, local, p, generator)) is not None:
+    if (outs := _dropout_fused(row, shard, local, p, train, generator)) is not None:
         return outs
     _check_dropout(row, local.dtype, local.device)
     return _replay_dropout(row, shard, local, p, train, generator)
 
 
 def _dropout_fused(
-    row: RandomOp, shard: Shard, local: torch.Tensor, p: float, generator: torch.Generator
+    row: RandomOp, shard: Shard, local: torch.Tensor, p: float, train: bool | None, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What a fused kernel has drawn; None, and nothing is done, where none serves."""
     kernels = _kernels()
@@ -487,12 +511,13 @@ def _dropout_fused(
         return None
     if not _fused_dropout_is_exact(kernels, row, local.dtype, local.device):
         return None
-    outs = torch.empty_like(local), torch.empty_like(local, dtype=torch.bool)
-    most = _most_threads(local.device)
     side = side_by_side(shard.numel, local.element_size())
-    if not kernels.dropout(shard, local, *outs, p, side, generator, most):
+    drop = kernels.dropper(shard, local.dtype, p, side, _most_threads(local.device))
+    if drop is None:
         return None
-    generator.set_offset(generator.get_offset() + advance(shard.numel, most, 4))
+    with torch.cuda.device(local.device):
+        outs = drop(local, generator)
+    shard.ready[_ready_key(row, local, (p, train))] = drop
     return outs
 
 
@@ -576,16 +601,16 @@ def forget() -> None:
     _fused.clear()
 
 
-def _check_shards(numel: int, most: int) -> tuple[int, list[Shard]]:
-    """A number of elements not above ``numel``, and shards of as many in all layouts that the fused kernels know: a run,
-    columns of rows that divide a launch, and a box."""
-    width = 256
-    rows = numel // (3 * width) * 3
-    held = ((rows // 3, rows),), ((width // 4, width // 2),)
-    flat = Shard((0,), (rows * width,), (1,), (((rows * width // 3, rows * width),),))
-    columns = Shard((0, 1), (rows, width), (width, 1), held)
-    box = Shard((0, 1, 2), (rows // 3, 3, width), (3 * width, width, 1), (((1, rows // 3),), ((0, 2),), held[1]))
-    return rows * width, [flat, columns, box]
+def _check_shards(most: int) -> tuple[int, list[Shard]]:
+    """A number of elements, two groups and more, and shards of as many in all layouts that the fused kernels know: a run,
+    columns that divide a launch and columns that do not, and a box."""
+    numel = 3 * 256 * 125 * (10 * most // (3 * 256 * 125))
+    shards = []
+    for sizes in ((numel,), (numel // 256, 256), (numel // 250, 250), (numel // 768, 3, 256)):
+        strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+        held = tuple(((size // 3, size - size // 5),) for size in sizes)
+        shards.append(Shard(tuple(range(len(sizes))), sizes, strides, held))
+    return numel, shards
 
 
 def _part(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
@@ -599,7 +624,7 @@ def _fused_is_exact(
     if key not in _fused:
         generator = torch.Generator(device).manual_seed(0)
         most = _most_threads(device)
-        numel, shards = _check_shards(10 * most, most)
+        numel, shards = _check_shards(most)
         whole = torch.empty(numel, dtype=dtype, device=device)
         row.fill(whole, *args, generator=generator)  # type: ignore[misc]
         end = generator.get_offset()
@@ -608,36 +633,38 @@ def _fused_is_exact(
             generator.set_offset(0)
             part = _part(whole, shard)
             drawn = torch.empty_like(part, memory_format=torch.contiguous_format)
-            served = kernels.fill(distribution, shard, drawn, generator, most)
-            if not served or generator.get_offset() != end or not _same_bits(drawn, part.contiguous()):
+            with torch.cuda.device(device):
+                kernels.filler(distribution, shard, drawn.element_size(), most)(drawn, generator)
+            if generator.get_offset() != end or not _same_bits(drawn, part.contiguous()):
                 _fused[key] = False
         _warn_unless_fused(key, row)
     return _fused[key]
 
 
 def _fused_dropout_is_exact(kernels: Any, row: RandomOp, dtype: torch.dtype, device: torch.device) -> bool:
+    if dtype not in kernels.FLOATS:
+        return False
     key = (row.fill, dtype, device)
     if key not in _fused:
         generator = default_generator(None, device)
         base, most = generator.get_offset(), _most_threads(device)
-        numel, shards = _check_shards(10 * most, most)
+        numel, shards = _check_shards(most)
         x = torch.ones(numel, dtype=dtype, device=device)
         try:
             wholes = row.call(x, 0.3, True)
-            generator.set_offset(base)
+            end = generator.get_offset()
             _fused[key] = True
             for shard in shards:
-                part = _part(x, shard).contiguous()
-                outs = torch.empty_like(part), torch.empty_like(part, dtype=torch.bool)
-                side = side_by_side(numel, x.element_size())
-                served = kernels.dropout(shard, part, *outs, 0.3, side, generator, most)
+                generator.set_offset(base)
+                drop = kernels.dropper(shard, dtype, 0.3, side_by_side(numel, x.element_size()), most)
+                with torch.cuda.device(device):
+                    outs = drop(_part(x, shard).contiguous(), generator)
                 same = all(_same_bits(out, _part(whole, shard).contiguous()) for out, whole in zip(outs, wholes))
-                if not served or not same:
+                if not same or generator.get_offset() != end:
                     _fused[key] = False
         finally:
             generator.set_offset(base)
-        if dtype in kernels.FLOATS:
-            _warn_unless_fused(key, row)
+        _warn_unless_fused(key, row)
     return _fused[key]
 
 

@@ -1,4 +1,4 @@
-"""Host cost of one small random op: plain, DTensor with torch's own tracker, DTensor with the package, in one run.
+"""Host cost of one small random op: plain, DTensor with torch's own tracker, DTensor with each policy, in one run.
 
     python tests/benchmarks/host_cost.py [--device cpu|cuda] [--numel 256]
 
@@ -57,18 +57,19 @@ def main() -> None:
     torch.manual_seed(0)
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"torch {torch.__version__}, {where}, {options.numel} local elements, microseconds an op")
-    print(f"{'':22}{'plain':>9}{'torch':>18}{'this package':>18}")
+    print(f"{'':22}{'plain':>9}{'torch':>18}{'offset':>18}{'single_device':>18}")
     for name, call in calls.items():
-        plain, theirs, ours = [], [], []
+        plain, theirs = [], []
+        ours: dict[str, list[float]] = {"offset": [], "single_device": []}
         for _ in range(options.rounds):
             plain.append(median_us(lambda: call(local), device))  # noqa: B023
             theirs.append(median_us(lambda: call(x), device, number=200))  # noqa: B023
-            with tdr.install():
-                ours.append(median_us(lambda: call(x), device))  # noqa: B023
+            for policy, figures in ours.items():
+                with tdr.install(policy):
+                    figures.append(median_us(lambda: call(x), device))  # noqa: B023
         base = min(plain)
-        print(
-            f"{name:22}{base:9.2f}{min(theirs):10.2f} x{min(theirs) / base:6.2f}{min(ours):10.2f} x{min(ours) / base:6.2f}"
-        )
+        columns = "".join(f"{min(one):10.2f} x{min(one) / base:6.2f}" for one in (theirs, *ours.values()))
+        print(f"{name:22}{base:9.2f}{columns}")
 
 
 if __name__ == "__main__":
