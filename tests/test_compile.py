@@ -24,9 +24,15 @@ FUNCTIONS = {
 }
 
 
+@pytest.fixture(params=["offset", "single_device"])
+def policy(request):
+    with tdr.install(request.param):
+        yield request.param
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_compiled_is_eager(name, backend, device, installed):
+def test_compiled_is_eager(name, backend, device, policy):
     fn = FUNCTIONS[name]
 
     def on_rank(rank, mesh):
@@ -64,7 +70,8 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_compiled_row_is_eager(name, device, installed):
+@pytest.mark.filterwarnings("ignore:.*cannot draw the numbers of one device")
+def test_a_compiled_row_is_eager(name, device, policy):
     fn = ROWS[name]
     mesh = as_rank(1, (2, 2), device)
     x = empty(16, 6, device_mesh=mesh, placements=[Shard(0), Replicate()]).fill_(1)
@@ -195,7 +202,8 @@ def test_a_rank_finds_its_coordinate_in_a_graph(name):
     ranks, strides = _traced._mesh_geometry(mesh, int(table.flatten()[0]))
     for rank in table.flatten().tolist():
         coordinate = (table == rank).nonzero().flatten().tolist()
-        assert _traced._coordinate(rank, ranks, strides, table.shape) == coordinate
+        at = {"ranks": ranks, "mesh_strides": strides, "mesh_shape": table.shape}
+        assert _traced._coordinate(rank, at) == coordinate
     assert bool(ranks) == (name in ("out of order", "with gaps"))
 
 

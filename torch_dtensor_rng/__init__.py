@@ -4,6 +4,7 @@ from . import _torch_names
 
 _torch_names.check()
 
+from ._checkpoint import RNGState  # noqa: E402
 from ._describe import describe  # noqa: E402
 from ._factories import bernoulli, normal, rand, randint, randn, randperm  # noqa: E402
 from ._install import Installation, RNGSyncDebugMode, install, uninstall  # noqa: E402
@@ -13,6 +14,7 @@ from ._sync import RNGDesyncError, check_rng_sync  # noqa: E402
 __all__ = [
     "Installation",
     "RNGDesyncError",
+    "RNGState",
     "RNGSyncDebugMode",
     "bernoulli",
     "check_rng_sync",

@@ -83,7 +83,7 @@ class RNGState:
 
         Raises:
             RuntimeError: the index is not there, other generators are there, or a state is of another device type, torn
-                or not valid. :func:`torch.distributed.checkpoint.load` itself raises ``Missing key ... index_<i>`` on all
+                or not valid: on the ranks that find it so. :func:`torch.distributed.checkpoint.load` itself raises ``Missing key ... index_<i>`` on all
                 ranks where an index was not saved.
         """
         live = {_label(name, generator.device.type): generator for name, generator in self._live()}

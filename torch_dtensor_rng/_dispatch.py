@@ -333,8 +333,10 @@ def _on_local(
         with _random._local_tensor_region(mode, mesh, layout, generator, local.device):
             return row.call(local, *args, **kwargs)
     if _are_we_tracing():
+        if exact and (row.fill is None or _is_whole(filled, layout.num_shards, local)):
+            return _traced.call_plain(row, mesh, local, args, kwargs)
         if exact:
-            raise NotImplementedError(f"{row.op}: policy 'single_device' cannot be traced; run the op in eager mode.")
+            return _traced.call_exactly(row, filled, local, args, kwargs)
         return _traced.call(row, mesh, layout, local, args, kwargs)
     if exact:
         return _draw_exactly(row, filled, layout.num_shards, _random._coordinate(mesh), (local, *args), kwargs)

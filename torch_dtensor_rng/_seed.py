@@ -2,10 +2,11 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+
+from ._checkpoint import distinct_index
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, distinct_dims: Sequence[str] = ()) -> None:
@@ -30,23 +31,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, distinct_di
     seed = operator.index(seed)
     if not 0 <= seed < 1 << 64:
         raise ValueError(f"manual_seed expects seed in [0, 2**64), found {seed}")
-    if isinstance(distinct_dims, str):
-        distinct_dims = (distinct_dims,)
-    names = (device_mesh.mesh_dim_names or ()) if device_mesh is not None else ()
-    for name in distinct_dims:
-        if name not in names:
-            found = "no device_mesh" if device_mesh is None else f"a device_mesh with dims {tuple(names)}"
-            raise ValueError(
-                f"manual_seed expects distinct_dims among the dims of device_mesh, found {name!r} and {found}"
-            )
-    if device_mesh is not None:
-        coordinate: Sequence[Any] | None = device_mesh.get_coordinate()
-        if coordinate is None:
-            raise RuntimeError("manual_seed requires the current rank to be a part of the device mesh")
-        index: Any = 0
-        for dim in (names.index(name) for name in distinct_dims):
-            index = index * device_mesh.size(dim) + coordinate[dim]
-        seed = seed + index
-        if isinstance(seed, int):  # a simulated rank's index is symbolic, and has no modulo
-            seed %= 1 << 64
+    seed = seed + distinct_index("manual_seed", device_mesh, distinct_dims)
+    if isinstance(seed, int):  # a simulated rank's index is symbolic, and has no modulo
+        seed %= 1 << 64
     torch.manual_seed(seed)

@@ -101,11 +101,11 @@ def draw(row: RandomOp, shard: Shard | None, local: torch.Tensor, args: tuple[An
         fused = shard.ready.get((row.overload, out.dtype, device, args))
         if fused is not None and out.is_contiguous() and torch.cuda.current_device() == device:
             if generator is None:
-                drawn = fused(out, torch.cuda.default_generators[device])  # which it moves last
-                return drawn if dropout else out
-            if generator.device == local.device:
-                drawn = fused(out, generator)
-                return drawn if dropout else out
+                generator = torch.cuda.default_generators[device]
+            else:
+                default_generator(generator, local.device)
+            drawn = fused(out, generator)  # which moves the generator last
+            return drawn if dropout else out
     generator = default_generator(generator, local.device)
     if not local.numel() and shard.numel:
         try_on_one_element(row, local, args, kwargs)

@@ -9,28 +9,37 @@ what eager mode does. Which shard is its own it works out then, from its rank: t
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _random
+from . import _random, _single_device
 from ._draw import draw_as_all
 from ._ops import TABLE, RandomOp
 
 NAMESPACE = "torch_dtensor_rng"
-_LAYOUT = {
-    "ranks": "int[]",
-    "strides": "int[]",
-    "sizes": "int[]",
-    "weights": "int[]",
-    "num_shards": "int",
-    "step": "SymInt",
-    "end": "SymInt",
+_EXACT = "exact_"
+# Where a rank is on the mesh.
+_MESH = {"ranks": "int[]", "mesh_strides": "int[]", "mesh_shape": "int[]"}
+# Policy offset; an ``end`` below 0 is where the plain call on the local tensor ends.
+_LAYOUT = {**_MESH, "weights": "int[]", "num_shards": "int", "step": "SymInt", "end": "SymInt"}
+# Policy single_device: what the kernel goes through. Of each mesh dim the tensor dim that it shards, or -1, and the
+# split_factor of a _StridedShard, or 0; of each tensor dim that is sharded in another order than the mesh's, this order.
+_WHOLE = {
+    **_MESH,
+    "whole_shape": "SymInt[]",
+    "whole_stride": "SymInt[]",
+    "dims": "int[]",
+    "split_factors": "int[]",
+    "order": "int[]",
 }
 
 # What a debug mode wants to be told when a graph draws.
@@ -43,64 +52,115 @@ def _name(row: RandomOp) -> str:
     return row.overload.replace(".", "_")
 
 
-def _schema(row: RandomOp) -> str:
-    """The aten op's schema with the layout as further keyword arguments, without anything that is written, and with
+def _schema(row: RandomOp, name: str, places: dict[str, str]) -> str:
+    """The aten op's schema with ``places`` as further keyword arguments, without anything that is written, and with
     ``from`` under a name that graph code can write."""
     arguments, returns = re.fullmatch(r"[^(]*\((.*)\) -> (.*)", str(row.op._schema)).groups()  # type: ignore[union-attr]
     arguments, returns = (re.sub(r"\([a-z]!\)", "", one) for one in (arguments, returns))
     arguments = re.sub(r"\bfrom\b", "from_", arguments)
     star = "" if "*, " in arguments else "*, "
-    layout = ", ".join(f"{kind} {name}" for name, kind in _LAYOUT.items())
-    return f"{_name(row)}({arguments}, {star}{layout}) -> {returns}"
+    further = ", ".join(f"{kind} {one}" for one, kind in places.items())
+    return f"{name}({arguments}, {star}{further}) -> {returns}"
 
 
-def _define(row: RandomOp) -> None:
-    def run(
-        local: torch.Tensor,
-        *args: Any,
-        ranks: list[int],
-        strides: list[int],
-        sizes: list[int],
-        weights: list[int],
-        num_shards: int,
-        step: int,
-        end: int,
-        **kwargs: Any,
-    ) -> Any:
+def _define(
+    row: RandomOp, name: str, places: dict[str, str], draw_at: Callable[[RandomOp, dict[str, Any], Any, Any, Any], Any]
+) -> None:
+    def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if watcher is not None:
             watcher()
-        coordinate = _coordinate(dist.get_rank(), ranks, strides, sizes)
-        layout = _random._ShardLayout(tuple(weights), num_shards, step, end)
-        local = torch.empty_like(local) if row.in_place else local
-        return draw_as_all(row, layout, coordinate, local, args, kwargs)
+        at = {one: kwargs.pop(one) for one in places}
+        return draw_at(row, at, torch.empty_like(local) if row.in_place else local, args, kwargs)
 
     def fake(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: value for name, value in kwargs.items() if name not in _LAYOUT}
+        kwargs = {one: value for one, value in kwargs.items() if one not in places}
         return torch.empty_like(local) if row.in_place else (row.meta or row.call)(local, *args, **kwargs)
 
     # The tag keeps the partitioner from drawing once more in the backward graph.
-    _library.define(_schema(row), tags=(torch.Tag.nondeterministic_seeded,))
-    _library.impl(_name(row), run, "CompositeExplicitAutograd")
-    register_fake(f"{NAMESPACE}::{_name(row)}", fake, lib=_library)
+    _library.define(_schema(row, name, places), tags=(torch.Tag.nondeterministic_seeded,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+def _draw_in_layout(
+    row: RandomOp, at: dict[str, Any], local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if at["end"] < 0:
+        return row.call(local, *args, **kwargs)
+    layout = _random._ShardLayout(tuple(at["weights"]), at["num_shards"], at["step"], at["end"])
+    return draw_as_all(row, layout, _coordinate(dist.get_rank(), at), local, args, kwargs)
+
+
+def _draw_of_whole(
+    row: RandomOp, at: dict[str, Any], local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    place = [tuple(at[one]) for one in ("whole_shape", "whole_stride", "mesh_shape", "dims", "split_factors", "order")]
+    return _single_device.draw(row, _shard_at(*place, tuple(_coordinate(dist.get_rank(), at))), local, args, kwargs)
+
+
+class _Spec(NamedTuple):
+    """Of a DTensorSpec what says which part a rank holds."""
+
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    mesh: Any
+    tensor_meta: Any
+    shard_order: tuple[Any, ...]
+
+
+class _Sizes(NamedTuple):
+    shape: tuple[int, ...]
+
+
+class _Strides(NamedTuple):
+    stride: tuple[int, ...]
+
+
+class _Order(NamedTuple):
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _shard_at(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    dims: tuple[int, ...],
+    split_factors: tuple[int, ...],
+    order: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> _single_device.Shard:
+    placements = tuple(
+        Replicate() if dim < 0 else _StridedShard(dim, split_factor=factor) if factor else Shard(dim)
+        for dim, factor in zip(dims, split_factors)
+    )
+    orders = [_Order(dim, tuple(mesh_dim for mesh_dim in order if dims[mesh_dim] == dim)) for dim in {*dims} - {-1}]
+    spec = _Spec(shape, placements, _Sizes(mesh_shape), _Strides(stride), tuple(orders) if order else ())
+    return _single_device.shard_of(spec, coordinate)  # type: ignore[arg-type]
 
 
 _DEFINED = {row.overload: row for row in TABLE if row.functional is None}
 
 for _row in _DEFINED.values():
-    _define(_row)
+    _define(_row, _name(_row), _LAYOUT, _draw_in_layout)
+    if _row.fill is not None:
+        _define(_row, _EXACT + _name(_row), _WHOLE, _draw_of_whole)
 
 # No two nodes of these may be merged into one. Where a graph has gradients, fx_graph_cse of torch._functorch.compile_utils
 # goes by a list, and on torch 2.11 to 2.13 not by the tag.
-RANDOM_PACKETS = tuple(getattr(getattr(torch.ops, NAMESPACE), _name(row)) for row in _DEFINED.values())
+_NAMES = [prefix + _name(row) for row in _DEFINED.values() for prefix in ("", _EXACT) if not prefix or row.fill]
+RANDOM_PACKETS = tuple(getattr(getattr(torch.ops, NAMESPACE), name) for name in _NAMES)
 
 # Part of the key of torch's compile caches: a cached graph calls these ops, with places worked out by this version.
-GRAPH_FORMAT = "2:" + hashlib.sha256("\n".join(map(_schema, _DEFINED.values())).encode()).hexdigest()[:16]
+_SCHEMAS = [_schema(row, _name(row), places) for row in _DEFINED.values() for places in (_LAYOUT, _WHOLE)]
+GRAPH_FORMAT = "3:" + hashlib.sha256("\n".join(_SCHEMAS).encode()).hexdigest()[:16]
 
 
-def _coordinate(rank: int, ranks: Sequence[int], strides: Sequence[int], sizes: Sequence[int]) -> list[int]:
+def _coordinate(rank: int, at: dict[str, Any]) -> list[int]:
     """The mesh coordinate of ``rank``: of itself on a regular mesh, else of its position in ``ranks``."""
-    position = ranks.index(rank) if ranks else rank
-    return [position // stride % size for stride, size in zip(strides, sizes)]
+    position = at["ranks"].index(rank) if at["ranks"] else rank
+    return [position // stride % size for stride, size in zip(at["mesh_strides"], at["mesh_shape"])]
 
 
 @functools.lru_cache(maxsize=64)
@@ -129,26 +189,55 @@ def call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Records ``row`` on a traced local tensor; the generator moves when the graph runs.
+    """Records ``row`` under policy offset on a traced local tensor; the generator moves when the graph runs."""
+    return _record(row, "", mesh, layout._asdict(), local, args, kwargs)
 
-    An in-place op is recorded as a functional one and a copy: of two in-place custom ops on empty tensors, inductor on
+
+def call_plain(
+    row: RandomOp, mesh: DeviceMesh, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Records the plain call on a traced local tensor."""
+    return call(row, mesh, _random._ShardLayout((), 1, 0, -1), local, args, kwargs)
+
+
+def call_exactly(
+    row: RandomOp, filled: DTensorSpec, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Records ``row`` under policy single_device on a traced local tensor; ``filled`` is the spec of what its kernel goes
+    through."""
+    dims, split_factors = [], []
+    for placement in filled.placements:
+        sharded = isinstance(placement, Shard | _StridedShard)
+        dims.append(placement.dim if sharded else -1)  # type: ignore[attr-defined]
+        split_factors.append(placement.split_factor if isinstance(placement, _StridedShard) else 0)
+    order = [mesh_dim for one in filled.shard_order or () for mesh_dim in one.mesh_dims]
+    at = {
+        "whole_shape": tuple(filled.shape),
+        "whole_stride": tuple(filled.tensor_meta.stride),  # type: ignore[union-attr]
+        "dims": dims,
+        "split_factors": split_factors,
+        "order": order,
+    }
+    return _record(row, _EXACT, filled.mesh, at, local, args, kwargs)
+
+
+def _record(
+    row: RandomOp,
+    prefix: str,
+    mesh: DeviceMesh,
+    at: dict[str, Any],
+    local: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """An in-place op is recorded as a functional one and a copy: of two in-place custom ops on empty tensors, inductor on
     torch 2.13 reads the second tensor before it is filled.
     """
     if row.functional is not None:
-        out, written = call(_DEFINED[row.functional], mesh, layout, local, args, kwargs)
+        out, written = _record(_DEFINED[row.functional], prefix, mesh, at, local, args, kwargs)
         args[0].copy_(written)
         return local.copy_(out) if row.in_place else out
     ranks, strides = _mesh_geometry(mesh, dist.get_rank())
-    out = getattr(getattr(torch.ops, NAMESPACE), _name(row))(
-        local,
-        *args,
-        **kwargs,
-        ranks=ranks,
-        strides=strides,
-        sizes=mesh.shape,
-        weights=layout.weights,
-        num_shards=layout.num_shards,
-        step=layout.step,
-        end=layout.end,
-    )
+    op = getattr(getattr(torch.ops, NAMESPACE), prefix + _name(row))
+    out = op(local, *args, **kwargs, ranks=ranks, mesh_strides=strides, mesh_shape=mesh.shape, **at)
     return local.copy_(out) if row.in_place else out
