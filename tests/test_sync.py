@@ -1,7 +1,9 @@
 """Ranks that drift apart are found, on every rank of the mesh, and named."""
 
+import copy
 import datetime
 import os
+import pickle
 import warnings
 
 import expecttest
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, empty
+from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from worlds import as_rank, gloo
 
 import torch_dtensor_rng as tdr
@@ -146,10 +148,10 @@ class TestDriftIsFound(expecttest.TestCase):
 Drifted before aten.uniform_.default on a DTensor of shape (8, 4) and placements [S(0), R]: the default cpu generator is not in the same state on all ranks of the cpu mesh (dp 2, tp 2) of ranks 0-3.
 
   generator               ranks
-  state 139a3647b4122836  0
-  state 978d1517e654c0e4  1
-  state e32032ff2ba4a007  2
-  state b52798c76f066e7d  3
+  state 029d9e8a266c7dd6  0
+  state 25ccdee6a49511ad  1
+  state ed05241eacd9a5f9  2
+  state 9af8accdcec411bd  3
 
 They differ along dp and tp.""",
         )
@@ -161,8 +163,8 @@ They differ along dp and tp.""",
 Drifted before aten.uniform_.default on a DTensor of shape (8, 4) and placements [S(0), R]: the default cpu generator is not in the same state on all ranks of the cpu mesh (dp 2, tp 2) of ranks 0-3.
 
   generator               ranks
-  state 5a8f94a6032746b7  1-3
-  state ea330c294349d3ba  0
+  state 173d7753792fb110  1-3
+  state 91209b9a41cc4076  0
 
 The odd one out: rank 0, at dp 0, tp 0.
 They differ along dp and tp.""",
@@ -175,8 +177,8 @@ They differ along dp and tp.""",
 Drifted before aten.bernoulli_.float on a DTensor of shape (8, 4) and placements [S(0), R]: the default cpu generator is not in the same state on all ranks of the cpu mesh (dp 2, tp 2) of ranks 0-3.
 
   generator               ranks
-  state d2ef69ef163ae402  0-1
-  state b3a80ae67c271c53  2-3
+  state cc6cfb33ece83b49  0-1
+  state 98d35263603df18e  2-3
 
 They differ along dp, and agree along tp.""",
         )
@@ -188,8 +190,8 @@ They differ along dp, and agree along tp.""",
 Drifted before aten.normal_.default on a DTensor of shape (8, 4) and placements [S(0), R]: the default cpu generator is not in the same state on all ranks of the cpu mesh (dp 2, tp 2) of ranks 0-3.
 
   generator               ranks
-  state 5a8f94a6032746b7  0-1
-  state 139a3647b4122836  2-3
+  state 173d7753792fb110  0-1
+  state 029d9e8a266c7dd6  2-3
 
 They differ along dp, and agree along tp.""",
         )
@@ -205,7 +207,7 @@ Drifted before aten.uniform_.default on a DTensor of shape (8, 4) and placements
   before aten.normal_.default on a DTensor of shape (8, 4) and placements [S(0), R]   3
 
   generator               ranks
-  state 5a8f94a6032746b7  0-3
+  state 173d7753792fb110  0-3
 
 The odd one out: rank 3, at dp 1, tp 1.
 They differ along dp and tp.""",
@@ -218,8 +220,8 @@ They differ along dp and tp.""",
 Drifted inside aten.uniform_.default on a DTensor of shape (8, 4) and placements [S(0), R]: the default cpu generator is not in the same state on all ranks of the cpu mesh (dp 2, tp 2) of ranks 0-3.
 
   generator               ranks
-  state 5a8f94a6032746b7  0, 2-3
-  state 2a588132620c2a14  1
+  state 173d7753792fb110  0, 2-3
+  state 1796e1714101cca2  1
 
 The odd one out: rank 1, at dp 0, tp 1.
 They differ along dp and tp.""",
@@ -236,8 +238,8 @@ Drifted inside aten.bernoulli.default on a DTensor of shape (8, 4) and placement
   raised in aten.bernoulli.default on a DTensor of shape (8, 4) and placements [S(0), R]  3
 
   generator               ranks
-  state 5a8f94a6032746b7  0-2
-  state 139a3647b4122836  3
+  state 173d7753792fb110  0-2
+  state 029d9e8a266c7dd6  3
 
 The odd one out: rank 3, at dp 1, tp 1.
 They differ along dp and tp.""",
@@ -254,7 +256,7 @@ Drifted before aten.uniform_.default on a DTensor of shape (8, 4) and placements
   before aten.uniform_.default on a DTensor of shape (8, 5) and placements [S(0), R]  3
 
   generator               ranks
-  state 139a3647b4122836  0-3
+  state 029d9e8a266c7dd6  0-3
 
 The odd one out: rank 3, at dp 1, tp 1.
 They differ along dp and tp.""",
@@ -274,8 +276,8 @@ class TestTexts(expecttest.TestCase):
 The default cpu generator is not in the same state on all ranks of the cpu mesh (dp 2, tp 2) of ranks 0-3.
 
   generator               ranks
-  state bc56b1c1844eeb23  0-1, 3
-  state 558df14221ac6177  2
+  state b42df0477b4a0acb  0-1, 3
+  state 151b8814bb97fee1  2
 
 The odd one out: rank 2, at dp 1, tp 0.
 They differ along dp and tp.
@@ -287,8 +289,8 @@ Seed all ranks of the mesh alike (torch.manual_seed, torch_dtensor_rng.manual_se
 The generator that was passed, on cpu, is not in the same state on all ranks of the cpu mesh (dp 2, tp 2) of ranks 0-3.
 
   generator               ranks
-  state 139a3647b4122836  0-1
-  state 978d1517e654c0e4  2-3
+  state 029d9e8a266c7dd6  0-1
+  state 25ccdee6a49511ad  2-3
 
 They differ along dp, and agree along tp.
 Seed all ranks of the mesh alike (torch.manual_seed, torch_dtensor_rng.manual_seed), and run the same random ops on all of them, in the same order. torch_dtensor_rng.RNGSyncDebugMode() finds the first op at which they differ; docs/debugging.md has the usual causes.""",
@@ -443,3 +445,95 @@ def test_compiled_graphs_are_not_looked_into_and_it_says_so_once(installed):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         double(x)
+
+
+def unseen(rank):
+    """What is said of ranks that were seeded by rank, in ways of drawing that are none of torch's own ops."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = empty(4, 2, device_mesh=mesh, placements=[Shard(0)])
+    generator = torch.Generator()
+
+    def install_inside():
+        with tdr.install():
+            x.uniform_()
+
+    found = {}
+    with tdr.install():
+        for name, draw in {
+            "randperm": lambda: tdr.randperm(8, device_mesh=mesh, placements=[Shard(0)]),
+            "installed inside": install_inside,
+            "graph break": lambda: torch.compile(lambda y: (y + 1).uniform_(generator=generator), backend="eager")(x),
+        }.items():
+            torch.manual_seed(rank)
+            generator.manual_seed(rank)
+            with tdr.RNGSyncDebugMode():
+                found[name] = caught(draw)
+        torch.manual_seed(0)
+        with tdr.RNGSyncDebugMode():
+            found["passed on one rank"] = caught(
+                lambda: x.uniform_(generator=None if rank else torch.default_generator)
+            )
+            long = empty(*[1] * 80, 2, 2, device_mesh=mesh, placements=[Shard(80 + rank)])
+            found["long texts"] = caught(long.uniform_)
+            moved = empty(4, 2, device_mesh=mesh, placements=[Shard(rank)])
+            found["second argument"] = caught(lambda: torch.binomial(x.fill_(1), moved.fill_(1)))
+    torch.manual_seed(5 + (rank << 40))  # of which a CPU generator uses 32 bits
+    tdr.check_rng_sync(mesh)
+    return found
+
+
+def test_no_draw_goes_unseen():
+    for found in gloo(2, unseen):
+        assert found.pop("randperm")[0].startswith(
+            "Drifted before torch_dtensor_rng.randperm on a DTensor of shape (8,)"
+        )
+        for name in ("installed inside", "graph break"):
+            assert found.pop(name)[0].startswith("Drifted before aten.uniform_.default on a DTensor"), name
+        for name, (text, _) in found.items():
+            assert "are at different random ops" in text, name
+
+
+def test_the_error_can_be_sent():
+    error = tdr.RNGDesyncError("ranks differ", {0: (1, 2, 3)})
+    for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (str(copied), copied.states) == ("ranks differ", {0: (1, 2, 3)})
+
+
+def test_what_is_no_mesh_and_no_history(installed):
+    for bad in (8, "mesh", torch.device("cpu")):
+        with pytest.raises(TypeError, match="expects device_mesh to be a DeviceMesh, found"):
+            tdr.RNGSyncDebugMode(bad)
+        with pytest.raises(TypeError, match="expects device_mesh to be a DeviceMesh, found"):
+            tdr.check_rng_sync(bad)
+    for bad in (None, "3", 2.5):
+        with pytest.raises(TypeError, match="expects history to be an int, found"):
+            tdr.RNGSyncDebugMode(history=bad)
+    with pytest.raises(TypeError, match=r"expects generator to be a torch.Generator, found int"):
+        tdr.check_rng_sync(as_rank(0, (2,)), 3)
+
+
+def test_modes_and_installations_that_cross(installed):
+    mode = tdr.RNGSyncDebugMode()
+    with mode, pytest.raises(RuntimeError, match="is on already"), mode:
+        pass
+    handlers = {**DTensor._op_dispatcher._custom_op_handlers}
+    with pytest.raises(ValueError, match="mine"), tdr.RNGSyncDebugMode():
+        tdr.install()
+        raise ValueError("mine")
+    tdr.uninstall()  # and the mode, whose block has been left
+    assert handlers == DTensor._op_dispatcher._custom_op_handlers
+
+
+def test_what_has_no_generator_is_not_checked(installed):
+    x = empty(4, 2, device_mesh=as_rank(0, (1,)), placements=[Shard(0)])
+    with tdr.RNGSyncDebugMode():
+        assert torch.rand_like(x, device="meta").is_meta
+
+
+@pytest.mark.parametrize("value, on", [("", False), ("0", False), ("false", False), ("Off", False), ("1", True)])
+def test_the_variable_is_read(value, on, monkeypatch):
+    monkeypatch.setenv("TORCH_DTENSOR_RNG_DEBUG", value)
+    plain = tdr._dispatch.HANDLERS[torch.ops.aten.uniform_.default]
+    with tdr.install():
+        handler = DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.uniform_.default]
+        assert (handler.__code__ is not plain.__code__) == on

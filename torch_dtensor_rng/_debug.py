@@ -42,11 +42,13 @@ class Watch:
 
         def watched(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = next((one for one in args if isinstance(one, DTensor)), None)
-            if x is None or not self._watches(x):
+            if x is None or not self._watches(x, kwargs):
                 return handler(op, args, kwargs)
             return self._watched(handler, op, x, args, kwargs)
 
-        return watched
+        # Where an op breaks a graph, Dynamo would trace this, and the check find itself in a trace.
+        untraced = torch._disable_dynamo(watched)
+        return lambda *args: untraced(*args) if "torch._dynamo" in sys.modules else watched(*args)
 
     def in_graph(self) -> None:
         """Says once that a compiled graph has drawn unseen."""
@@ -58,12 +60,12 @@ class Watch:
                 stacklevel=2,
             )
 
-    def _watches(self, x: DTensor) -> bool:
+    def _watches(self, x: DTensor, kwargs: dict[str, Any]) -> bool:
         mesh = x._spec.mesh
         return (
             (self.device_mesh is None or mesh == self.device_mesh)
             and mesh._is_current_rank_part_of_mesh()
-            and not x._local_tensor.is_meta
+            and torch.device(kwargs.get("device") or x._local_tensor.device).type != "meta"
             and not _are_we_tracing()
         )
 
@@ -74,8 +76,11 @@ class Watch:
         device = torch.device(kwargs.get("device") or x._local_tensor.device)
         passed = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)), None)
         generator = _random._default_generator(device) if passed is None else passed
-        placements = ", ".join(map(str, x._spec.placements))
-        text = f"{op} on a DTensor of shape {tuple(x._spec.shape)} and placements [{placements}]"
+        inputs = [one for one in args if isinstance(one, DTensor)]
+        described = [
+            f"shape {tuple(one.shape)} and placements [{', '.join(map(str, one.placements))}]" for one in inputs
+        ]
+        text = f"{op} on a DTensor of {', one of '.join(described)}{'' if passed is None else ', with generator='}"
 
         def check(moment: str, lead: str) -> None:
             _sync.check(mesh, passed, device, _sync.Call(f"{moment} {text}", lead, self.trail))

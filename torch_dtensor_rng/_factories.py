@@ -194,9 +194,18 @@ def randperm(
             n, requires_grad=requires_grad, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements
         )
         check_in_place("randperm", x)
-        mesh = x.device_mesh
-        if mesh._is_current_rank_part_of_mesh():
-            whole = torch.randperm(n, dtype=dtype, device=x._local_tensor.device, generator=generator)
-            everywhere = [Replicate()] * mesh.ndim
-            x = DTensor.from_local(whole, mesh, everywhere, run_check=False).redistribute(placements=x.placements)
+        if x.device_mesh._is_current_rank_part_of_mesh():
+            x = around(_draw_permutation)("torch_dtensor_rng.randperm", (x,), {"generator": generator})
     return x.requires_grad_() if requires_grad else x  # type: ignore[return-value]
+
+
+def _draw_permutation(op: str, args: tuple[DTensor], kwargs: dict[str, Any]) -> DTensor:
+    (x,) = args
+    whole = torch.randperm(x.shape[0], dtype=x.dtype, device=x._local_tensor.device, **kwargs)
+    everywhere = [Replicate()] * x.device_mesh.ndim
+    return DTensor.from_local(whole, x.device_mesh, everywhere, run_check=False).redistribute(placements=x.placements)
+
+
+def around(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """What a debug mode puts around a draw that is not made by a handler of torch's dispatch."""
+    return handler

@@ -20,6 +20,7 @@ from . import _composed, _debug, _dispatch, _factories, _random, _traced, _trunc
 POLICIES = ("offset", "single_device")
 DEBUG_VARIABLE = "TORCH_DTENSOR_RNG_DEBUG"
 _DEBUG_HISTORY = 8
+_OFF = ("", "0", "false", "no", "off")
 _MISSING = object()
 _lock = threading.RLock()
 
@@ -28,6 +29,7 @@ class _Patches:
     """What is set in torch, and how to set it back. Patches nest: the last ones are taken out first."""
 
     _what: str
+    _left = False
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, Any, Any]] = []
@@ -72,6 +74,8 @@ class _Patches:
                 )
             _patches.pop()
             self._take_out()
+            if _patches and _patches[-1]._left:
+                _patches[-1]._pop()
 
 
 class Installation(_Patches):
@@ -91,10 +95,13 @@ class Installation(_Patches):
 
     def _put_in(self) -> None:
         rows = _dispatch.Policy(self.policy == "single_device", self.strict).handlers()
-        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
-            watch = _debug.Watch(None, _DEBUG_HISTORY)
+        watches = [one._watch for one in _patches if isinstance(one, RNGSyncDebugMode)]
+        if os.environ.get(DEBUG_VARIABLE, "").lower() not in _OFF:
+            watches.append(_debug.Watch(None, _DEBUG_HISTORY))
+        for watch in watches:
             rows = {op: watch.wrap(handler) for op, handler in rows.items()}
             self._set(_traced, "watcher", watch.in_graph)
+            self._set(_factories, "around", watch.wrap)
         for op, handler in (rows | _composed.HANDLERS).items():
             self._set(DTensor._op_dispatcher._custom_op_handlers, op, handler)
         self._set(torch_random, "OffsetBasedRNGTracker", _random.OffsetBasedRNGTracker)
@@ -165,6 +172,10 @@ class RNGSyncDebugMode(_Patches):
 
     def __init__(self, device_mesh: DeviceMesh | None = None, *, history: int = 0):
         super().__init__()
+        if not isinstance(device_mesh, DeviceMesh | None):
+            raise TypeError(f"RNGSyncDebugMode expects device_mesh to be a DeviceMesh, found {device_mesh!r}")
+        if not isinstance(history, int):
+            raise TypeError(f"RNGSyncDebugMode expects history to be an int, found {history!r}")
         if history < 0:
             raise ValueError(f"RNGSyncDebugMode expects history to be 0 or more, found {history}")
         self._watch = _debug.Watch(device_mesh, history)
@@ -174,17 +185,23 @@ class RNGSyncDebugMode(_Patches):
         for op in _dispatch.HANDLERS:
             self._set(handlers, op, self._watch.wrap(handlers[op]))
         self._set(_traced, "watcher", self._watch.in_graph)
+        self._set(_factories, "around", self._watch.wrap)
 
     def __enter__(self) -> "RNGSyncDebugMode":
         if not _patches:
             raise RuntimeError("RNGSyncDebugMode watches the ops of torch_dtensor_rng, which is not installed")
+        if self in _patches:
+            raise RuntimeError("this RNGSyncDebugMode is on already; make another one")
         self._push()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._pop()
+        self._left = True
+        if _patches[-1] is self or kind is None:
+            self._pop()
+        # Else an error is on its way, past an installation that is still in: this goes when that is taken out.
 
 
 _patches: list[_Patches] = []

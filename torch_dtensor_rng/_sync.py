@@ -1,6 +1,6 @@
 """Whether the ranks of a mesh are in step: the same generator state on all of them.
 
-In step costs one all-reduce of a few integers a mesh dim. Only when that finds a difference, one all-gather a mesh dim
+In step costs one all-reduce of 16 bytes a mesh dim. Only when that finds a difference, one all-gather a mesh dim
 tells every rank the state of all, so that all of them raise the same error and nobody is left waiting.
 """
 
@@ -39,7 +39,8 @@ def state_of(generator: torch.Generator) -> GeneratorState:
     """The state of a generator; nothing of it changes. Does not communicate."""
     if generator.device.type != "cpu":
         return GeneratorState(_PHILOX, _random._int64(generator.initial_seed()), generator.get_offset())
-    digest = hashlib.blake2b(bytes(generator.get_state().numpy()), digest_size=16).digest()
+    # Not the seed, of which a CPU generator keeps 64 bits and uses 32.
+    digest = hashlib.blake2b(bytes(generator.get_state().numpy()[8:]), digest_size=16).digest()
     return GeneratorState(_HASHED, *(int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])))
 
 
@@ -65,6 +66,9 @@ class RNGDesyncError(RuntimeError):
         super().__init__(message)
         self.states = states
 
+    def __reduce__(self) -> Any:
+        return RNGDesyncError, (str(self), self.states)
+
 
 class Call(NamedTuple):
     """What a rank is about to do or has done, for the checks of the debug mode: ranks have to be at the same call."""
@@ -81,7 +85,7 @@ _CALL_BYTES = 256
 def check_rng_sync(device_mesh: DeviceMesh, generator: torch.Generator | None = None) -> None:
     """Checks that a generator is in the same state on every rank of ``device_mesh``.
 
-    Communicates: every rank of the mesh has to call it. One all-reduce of a few integers over each dim of the mesh, on
+    Communicates: every rank of the mesh has to call it. One all-reduce of 16 bytes over each dim of the mesh, on
     the mesh's own groups; after a difference, one all-gather more over each. A rank outside the mesh does nothing.
 
     Args:
@@ -92,8 +96,13 @@ def check_rng_sync(device_mesh: DeviceMesh, generator: torch.Generator | None = 
 
     Raises:
         RNGDesyncError: on every rank of the mesh, if it is not.
+        TypeError: ``device_mesh`` is no mesh, or ``generator`` no generator.
         RuntimeError: a rank did not arrive within the timeout of its group.
     """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"check_rng_sync expects device_mesh to be a DeviceMesh, found {type(device_mesh).__name__}")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"check_rng_sync expects generator to be a torch.Generator, found {type(generator).__name__}")
     check(device_mesh, generator, torch.device(device_mesh.device_type), _NO_CALL)
 
 
@@ -118,11 +127,10 @@ def check(mesh: DeviceMesh, generator: torch.Generator | None, device: torch.dev
         if not mesh._is_current_rank_part_of_mesh():
             return
         state = state_of(generator)
-        digest = int.from_bytes(hashlib.blake2b(call.text.encode(), digest_size=8).digest(), "little", signed=True)
         try:
-            if _all_equal(mesh, [*state, digest]):
+            if _all_equal(mesh, f"{tuple(state)} {call.text}"):
                 return
-            text = call.text.encode()[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")
+            text = _shortened(call.text.encode()).ljust(_CALL_BYTES, b"\0")
             words = [int.from_bytes(text[i : i + 8], "little", signed=True) for i in range(0, _CALL_BYTES, 8)]
             rows = _gather(mesh, [dist.get_rank(), *state, *words])
         except RuntimeError as error:
@@ -143,14 +151,23 @@ def _tensor(mesh: DeviceMesh, words: Sequence[int]) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.int64, device=mesh.device_type)
 
 
-def _all_equal(mesh: DeviceMesh, words: Sequence[int]) -> bool:
-    """Whether every rank of the mesh has these integers."""
-    largest = _tensor(mesh, [*words, *(~word for word in words)])  # the largest ~word is that of the least word
+def _shortened(text: bytes) -> bytes:
+    """``text`` in as many bytes as are sent; where they are too few, told apart from other texts by its hash."""
+    if len(text) <= _CALL_BYTES:
+        return text
+    mark = f"... ({hashlib.blake2b(text, digest_size=8).hexdigest()})".encode()
+    return text[: _CALL_BYTES - len(mark)] + mark
+
+
+def _all_equal(mesh: DeviceMesh, text: str) -> bool:
+    """Whether every rank of the mesh has this text: one all-reduce of 16 bytes a mesh dim."""
+    word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    largest = _tensor(mesh, [word, ~word])  # the largest ~word is that of the least word
     for mesh_dim in range(mesh.ndim):
         if mesh.size(mesh_dim) > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(mesh_dim))
-    most, least = largest.tolist()[: len(words)], largest.tolist()[len(words) :]
-    return all(one == ~other for one, other in zip(most, least))
+    most, least = largest.tolist()
+    return most == ~least
 
 
 def _gather(mesh: DeviceMesh, words: Sequence[int]) -> list[list[int]]:
