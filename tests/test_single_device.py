@@ -12,9 +12,10 @@ from test_disjoint import Sharding, shardings
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import empty as dtensor_empty
 from torch.distributed.tensor.placement_types import _StridedShard
-from worlds import default_generator, each_rank
+from worlds import as_rank, default_generator, each_rank
 
 import torch_dtensor_rng as tdr
+from torch_dtensor_rng import _single_device
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -246,3 +247,50 @@ def test_tensors_past_2_to_the_31_bytes(name, dtype, dim):
 
     with tdr.install("single_device"):
         each_rank((4,), on_rank, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_memory_beside_the_shard(dim, fused, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(_single_device, "_kernels", lambda: None)
+    mesh = as_rank(3, (8,), "cuda")
+    with tdr.install("single_device"):
+        x = dtensor_empty(131072, 16384, device_mesh=mesh, placements=[Shard(dim)])  # 8 GiB
+        dtensor_empty(8, 8, device_mesh=mesh, placements=[Shard(dim)]).normal_()  # looks at the kernels
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.nn.init.normal_(x)
+        assert torch.cuda.max_memory_allocated() - before <= 64 << 20
+
+
+INITS = {
+    "embedding": ((1000, 512), lambda w: torch.nn.init.normal_(w, 0, 0.02)),
+    "query": ((512, 512), lambda w: torch.nn.init.xavier_uniform_(w)),
+    "key": ((512, 512), lambda w: torch.nn.init.xavier_normal_(w)),
+    "up": ((2048, 512), lambda w: torch.nn.init.kaiming_uniform_(w, a=math.sqrt(5))),
+    "down": ((512, 2048), lambda w: torch.nn.init.kaiming_normal_(w)),
+    "gate": ((777, 333), lambda w: torch.nn.init.trunc_normal_(w, 0, 0.02, -0.04, 0.04)),
+    "head": ((1000, 512), lambda w: torch.nn.init.uniform_(w, -0.1, 0.1)),
+}
+
+
+@pytest.mark.gpu
+def test_the_parameters_of_a_model_on_cuda():
+    torch.manual_seed(0)
+    plain = {name: init(torch.empty(shape, device="cuda")) for name, (shape, init) in INITS.items()}
+    end = torch.cuda.get_rng_state()
+    fsdp_tp = [_StridedShard(0, split_factor=2), Shard(0)], [Shard(0), Shard(1)]
+
+    def on_rank(rank, mesh):
+        torch.manual_seed(0)
+        for i, (name, (shape, init)) in enumerate(INITS.items()):
+            whole = torch.zeros(shape, device="cuda")
+            w = init(distribute_tensor(whole, mesh, fsdp_tp[i % 2], src_data_rank=None))
+            expected = distribute_tensor(plain[name], mesh, fsdp_tp[i % 2], src_data_rank=None)
+            assert torch.equal(w.to_local(), expected.to_local()), name
+        assert torch.equal(end, torch.cuda.get_rng_state())
+
+    with tdr.install("single_device"):
+        each_rank((4, 2), on_rank, "cuda")

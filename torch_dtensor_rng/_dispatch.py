@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from . import _random, _single_device, _traced
+from . import _random, _shard, _single_device, _traced
 from ._draw import draw, draw_as_all
 from ._ops import TABLE, Placed, RandomOp
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _OutputCache = dict[Any, tuple[DTensorSpec, ...]]
-_Plan = _random._ShardPlan | _single_device.Shard | None
+_Plan = _random._ShardPlan | _shard.ShardSlice | None
 
 
 class _Known:
@@ -254,7 +254,7 @@ def _remember(spec: DTensorSpec, local: torch.Tensor, policy: Policy) -> None:
     place = _random._plan_for(spec)
     plan: _Plan = place
     if policy.exact:
-        plan = _single_device.shard_of(spec, _random._coordinate(spec.mesh))
+        plan = _shard.shard_of(spec, _random._coordinate(spec.mesh))
         if not plan.is_dense:  # what is made of it has other strides
             return
         if _is_whole(spec, place.num_shards, local):
@@ -352,7 +352,7 @@ def _draw_exactly(
     kwargs: dict[str, Any],
 ) -> Any:
     whole = row.fill is None or _is_whole(filled, num_shards, args[0])
-    shard = None if whole else _single_device.shard_of(filled, coordinate)
+    shard = None if whole else _shard.shard_of(filled, coordinate)
     return _single_device.draw(row, shard, args[0], args[1:], kwargs)
 
 

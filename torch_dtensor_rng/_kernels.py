@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ._single_device import Shard, Stream, advance, stream_of, threads
+from ._shard import ShardSlice
+from ._stream import Stream, advance, stream_of, threads
 
 UNIFORM, NORMAL, LOG_NORMAL, EXPONENTIAL, BERNOULLI, RANDOM = map(tl.constexpr, range(6))
 
@@ -355,7 +356,7 @@ def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
-def _boxes(shard: Shard) -> list[_Box] | None:
+def _boxes(shard: ShardSlice) -> list[_Box] | None:
     """The boxes of a shard, dims merged where they can be; None where there are too many, or one has more than three."""
     if math.prod(map(len, shard.ranges)) > _MOST_BOXES:
         return None
@@ -456,7 +457,7 @@ def _run_launch(
 
 
 @functools.lru_cache(maxsize=1024)
-def fill_launches(shard: Shard, element_size: int, most_threads: int) -> tuple[tuple[_Launch, ...], int] | None:
+def fill_launches(shard: ShardSlice, element_size: int, most_threads: int) -> tuple[tuple[_Launch, ...], int] | None:
     """The launches that fill a shard with 32-bit values, and how far the generator advances; None where replay serves."""
     boxes = _boxes(shard)
     if boxes is None:
@@ -550,7 +551,7 @@ class Filler:
         generator.set_offset(base + self._end)
 
 
-def filler(distribution: Distribution, shard: Shard, element_size: int, most_threads: int) -> Filler | None:
+def filler(distribution: Distribution, shard: ShardSlice, element_size: int, most_threads: int) -> Filler | None:
     """None where no kernel serves the shard."""
     found = fill_launches(shard, element_size, most_threads)
     return None if found is None else Filler(distribution, *found)
@@ -561,7 +562,7 @@ def _signed(seed: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def dropout_launches(shard: Shard, side: int, most_threads: int) -> tuple[_Launch, ...] | None:
+def dropout_launches(shard: ShardSlice, side: int, most_threads: int) -> tuple[_Launch, ...] | None:
     """The launches that draw a shard's mask, ``side`` elements next to each other being a thread's."""
     boxes = _boxes(shard)
     if boxes is None:
@@ -605,7 +606,7 @@ class Dropper:
         return outs
 
 
-def dropper(shard: Shard, dtype: torch.dtype, p: float, side: int, most_threads: int) -> Dropper | None:
+def dropper(shard: ShardSlice, dtype: torch.dtype, p: float, side: int, most_threads: int) -> Dropper | None:
     """None where no kernel serves the shard. ``side`` elements next to each other are a thread's."""
     launches = dropout_launches(shard, side, most_threads) if dtype in FLOATS else None
     return None if launches is None else Dropper(p, launches, advance(shard.numel, most_threads, 4))

@@ -12,76 +12,24 @@ Nothing here communicates. If anything raises, the generator is where it was bef
 """
 
 import functools
-import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from . import _shard
 from ._draw import default_generator, try_on_one_element
 from ._ops import BERNOULLI, RandomOp, apply_mask
+from ._shard import ShardSlice, held_in, overlaps, runs_of
+from ._stream import Stream, advance, most_threads_of, side_by_side, stream_of, threads
 
 aten = torch.ops.aten
 
-Ranges = tuple[tuple[int, int], ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What a local tensor holds of a tensor, dims in the order of memory: the largest stride first.
-
-    ``order`` are the tensor's dims in that order; ``shape`` and ``stride`` are the whole tensor's, and ``ranges`` the
-    held global indices of each dim, ascending. ``ready`` are the fused fills that have served it.
-    """
-
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    ranges: tuple[Ranges, ...]
-    ready: dict[Any, Any] = field(default_factory=dict, compare=False)
-
-    @property
-    def numel(self) -> int:
-        """The elements of the whole."""
-        return math.prod(self.shape)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the whole fills its memory without holes, so that its elements lie there in order."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride)):
-            if size > 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the whole is dense, and memory order the order of its dims."""
-        order = [dim for dim, size in zip(self.order, self.shape) if size > 1]
-        return self.is_dense and order == sorted(order)
-
-
-def shard_of(spec: DTensorSpec, coordinate: Sequence[int]) -> Shard:
-    """The shard of the rank at ``coordinate`` of the mesh. A kernel goes through memory by stride, the largest first
-    (``TensorIteratorBase::reorder_dimensions`` in ATen/TensorIterator.cpp)."""
-    stride = spec.tensor_meta.stride  # type: ignore[union-attr]
-    order = tuple(sorted(range(len(spec.shape)), key=lambda dim: -stride[dim]))
-    held = _shard.held_ranges(spec, coordinate)
-    return Shard(
-        order,
-        tuple(spec.shape[dim] for dim in order),
-        tuple(stride[dim] for dim in order),
-        tuple(held[dim] for dim in order),
-    )
-
-
-def draw(row: RandomOp, shard: Shard | None, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def draw(
+    row: RandomOp, shard: ShardSlice | None, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Runs ``row``, which has a ``fill``, on ``local``, which holds ``shard`` of the op's output; None is all of it.
     Does not communicate.
 
@@ -128,7 +76,9 @@ def _restore_point(generator: torch.Generator) -> Callable[[], object]:
     return functools.partial(generator.set_offset, generator.get_offset())
 
 
-def _fill(row: RandomOp, shard: Shard, out: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator) -> None:
+def _fill(
+    row: RandomOp, shard: ShardSlice, out: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator
+) -> None:
     target = out.permute(shard.order)
     if out.is_cpu:
         if shard.is_contiguous and _draws_one_after_another(row, out.dtype, args):
@@ -143,7 +93,7 @@ def _fill(row: RandomOp, shard: Shard, out: torch.Tensor, args: tuple[Any, ...],
     if not _fill_fused(row, shard, in_order, args, generator):
         values = 2 if row.wide(out.dtype, *args) else 4
         _check(row, out.dtype, out.device, args, values)
-        stream = stream_of(shard.numel, out.element_size(), _most_threads(out.device), values)
+        stream = stream_of(shard.numel, out.element_size(), most_threads_of(out.device), values)
         base = generator.get_offset()
         _replay_shard(functools.partial(_replay, row, args, generator, base, stream), shard, stream, in_order)
         generator.set_offset(base + stream.end)
@@ -162,7 +112,7 @@ def _kernels() -> Any:
 
 
 def _fill_fused(
-    row: RandomOp, shard: Shard, in_order: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator
+    row: RandomOp, shard: ShardSlice, in_order: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator
 ) -> bool:
     """Whether a fused kernel has filled the shard, and advanced the generator; nothing is done else."""
     kernels = _kernels()
@@ -171,7 +121,7 @@ def _fill_fused(
     distribution = kernels.distribution_of(row.fill, in_order.dtype, args)
     if distribution is None or not _fused_is_exact(kernels, row, distribution, in_order.dtype, in_order.device, args):
         return False
-    fill = kernels.filler(distribution, shard, in_order.element_size(), _most_threads(in_order.device))
+    fill = kernels.filler(distribution, shard, in_order.element_size(), most_threads_of(in_order.device))
     if fill is None:
         return False
     with torch.cuda.device(in_order.device):
@@ -186,110 +136,18 @@ def _ready_key(row: RandomOp, out: torch.Tensor, args: tuple[Any, ...]) -> Any:
 
 
 def _as_a_whole(
-    row: RandomOp, shard: Shard, target: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator
+    row: RandomOp, shard: ShardSlice, target: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator
 ) -> None:
     """Draws the whole tensor, which is right by its definition, and keeps the shard. ``target`` is in memory order."""
     whole = torch.empty_strided(shard.shape, shard.stride, dtype=target.dtype, device=target.device)
     # The dims of the whole in its own order, as a kernel may ask whether it is contiguous.
     row.fill(whole.permute(_inverse(shard.order)), *args, generator=generator)  # type: ignore[misc]
-    for of_whole, of_local in _overlaps(shard, tuple((0, size) for size in shard.shape)):
+    for of_whole, of_local in overlaps(shard, tuple((0, size) for size in shard.shape)):
         target[of_local] = whole[of_whole]
 
 
 def _inverse(order: tuple[int, ...]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Boxes: the elements [begin, end) of a tensor in memory order, as slices of its dims.
-# ---------------------------------------------------------------------------------------------------------------------
-
-Box = tuple[tuple[int, int], ...]
-
-
-def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """The elements [begin, end) of a row-major tensor, in order, as boxes of (start, stop) a dim. Each box is a run."""
-    if begin >= end:
-        return
-    if not shape:
-        yield ()
-        return
-    row = math.prod(shape[1:])
-    first, last = begin // row, (end - 1) // row
-    whole = tuple((0, size) for size in shape[1:])
-    if first == last and (begin, end) != (first * row, first * row + row):
-        for box in boxes(shape[1:], begin - first * row, end - first * row):
-            yield ((first, first + 1), *box)
-        return
-    start = -(-begin // row)
-    stop = end // row
-    if begin < start * row:
-        yield from boxes(shape, begin, start * row)
-    if start < stop:
-        yield ((start, stop), *whole)
-    if stop * row < end:
-        yield from boxes(shape, stop * row, end)
-
-
-def _overlaps(shard: Shard, box: Box) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """What the shard holds of a box: pairs of an index into the box and one into the local tensor."""
-    by_dim = []
-    for (start, stop), ranges in zip(box, shard.ranges):
-        pairs, local = [], 0
-        for first, end in ranges:
-            low, high = max(first, start), min(end, stop)
-            if low < high:
-                pairs.append((slice(low - start, high - start), slice(local + low - first, local + high - first)))
-            local += end - first
-        by_dim.append(pairs)
-    return [(tuple(one for one, _ in index), tuple(one for _, one in index)) for index in itertools.product(*by_dim)]
-
-
-class _Held(NamedTuple):
-    """A part of the elements [begin, end) of the whole that the shard holds."""
-
-    span: slice
-    sizes: tuple[int, ...]
-    of_box: tuple[slice, ...]
-    of_local: tuple[slice, ...]
-
-    def of(self, elements: torch.Tensor) -> torch.Tensor:
-        """The part of ``elements``, which are those from ``begin`` on."""
-        return elements[self.span].view(self.sizes)[self.of_box]
-
-
-def _held(shard: Shard, begin: int, end: int) -> list[_Held]:
-    held, at = [], 0
-    for box in boxes(shard.shape, begin, end):
-        sizes = tuple(stop - start for start, stop in box)
-        span = slice(at, at + math.prod(sizes))
-        at = span.stop
-        held += [_Held(span, sizes, *indices) for indices in _overlaps(shard, box)]
-    return held
-
-
-def _runs(shard: Shard) -> tuple[int, Iterator[tuple[int, int]]]:
-    """The runs of elements in memory order that the shard holds, in order: the length of the shortest, and where each
-    begins and ends. A run is not always as long as it could be."""
-    dim = len(shard.shape)
-    while dim and shard.ranges[dim - 1] == ((0, shard.shape[dim - 1]),):
-        dim -= 1
-    row = math.prod(shard.shape[dim:])
-    if not dim:
-        return row, iter([(0, row)])
-    ranges = shard.ranges[dim - 1]
-    shortest = min((end - first for first, end in ranges), default=0) * row
-
-    def each() -> Iterator[tuple[int, int]]:
-        leading = [[i for first, end in one for i in range(first, end)] for one in shard.ranges[: dim - 1]]
-        for index in itertools.product(*leading):
-            before = 0
-            for i, size in zip((*index, 0), shard.shape[:dim]):
-                before = before * size + i
-            for first, end in ranges:
-                yield (before + first) * row, (before + end) * row
-
-    return shortest, each()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,7 +171,7 @@ def _windows(numel: int, window: int) -> Iterator[tuple[int, int]]:
 
 def _in_windows(
     row: RandomOp,
-    shard: Shard,
+    shard: ShardSlice,
     target: torch.Tensor,
     args: tuple[Any, ...],
     generator: torch.Generator,
@@ -325,9 +183,9 @@ def _in_windows(
         _keep(shard, drawn, begin, target)
 
 
-def _keep(shard: Shard, drawn: torch.Tensor, begin: int, target: torch.Tensor) -> None:
+def _keep(shard: ShardSlice, drawn: torch.Tensor, begin: int, target: torch.Tensor) -> None:
     """Copies what the shard holds of ``drawn``, the elements of the whole from ``begin`` on."""
-    for held in _held(shard, begin, begin + drawn.numel()):
+    for held in held_in(shard, begin, begin + drawn.numel()):
         target[held.of_local] = held.of(drawn)
 
 
@@ -335,7 +193,7 @@ def _keep(shard: Shard, drawn: torch.Tensor, begin: int, target: torch.Tensor) -
 def _draws_one_after_another(row: RandomOp, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
     """Whether the kernel over windows draws what it draws over the whole, seen on a small tensor."""
     sizes = (5 * _BLOCK, 3)
-    shard = Shard((0, 1), sizes, (3, 1), (((0, sizes[0]),), ((0, 3),)))
+    shard = ShardSlice((0, 1), sizes, (3, 1), (((0, sizes[0]),), ((0, 3),)))
     outs, ends = [], []
     for fill in (_as_a_whole, functools.partial(_in_windows, window=_BLOCK)):
         generator = torch.Generator().manual_seed(0)
@@ -349,77 +207,6 @@ def _draws_one_after_another(row: RandomOp, dtype: torch.dtype, args: tuple[Any,
 # ---------------------------------------------------------------------------------------------------------------------
 # CUDA: where the stock kernels draw, as plain functions, and replay.
 # ---------------------------------------------------------------------------------------------------------------------
-
-_THREADS_A_BLOCK = (
-    256  # block_size_bound in ATen/native/cuda/DistributionTemplates.h, and in ATen/native/cuda/Dropout.cu
-)
-_LARGEST_32_BIT = (1 << 31) - 1
-
-
-class Leaf(NamedTuple):
-    """A part of a tensor that one kernel fills: the elements [begin, end) in memory order, from ``offset`` on."""
-
-    begin: int
-    end: int
-    offset: int
-
-
-class Stream(NamedTuple):
-    """How the stock kernels lay a whole tensor's numbers out in the Philox stream.
-
-    ``leaves`` are its parts; ``end`` is how far the generator advances; a launch has at most ``most_threads`` threads,
-    and a thread takes ``values`` from a Philox call. Offsets count from the generator's at the call.
-    """
-
-    leaves: tuple[Leaf, ...]
-    end: int
-    most_threads: int
-    values: int
-
-    def group(self, leaf: Leaf) -> int:
-        """How many elements of a leaf lie at one offset."""
-        return threads(leaf.end - leaf.begin, self.most_threads) * self.values
-
-
-def threads(numel: int, most: int) -> int:
-    """How many threads fill ``numel`` elements (``calc_execution_policy``, there)."""
-    return min(most, -(-numel // _THREADS_A_BLOCK) * _THREADS_A_BLOCK)
-
-
-def advance(numel: int, most_threads: int, values: int) -> int:
-    """How far a kernel that fills ``numel`` elements advances the generator (``calc_execution_policy``, there)."""
-    return ((numel - 1) // (threads(numel, most_threads) * values) + 1) * 4
-
-
-def _split(begin: int, end: int, element_size: int) -> Iterator[tuple[int, int]]:
-    """Halves, until 32 bits address one (``can_use_32bit_indexing`` and ``SplitUntil32Bit`` in ATen/TensorIterator.cpp)."""
-    if 1 + (end - begin - 1) * element_size <= _LARGEST_32_BIT:
-        yield begin, end
-    else:
-        middle = begin + (end - begin) // 2
-        yield from _split(begin, middle, element_size)
-        yield from _split(middle, end, element_size)
-
-
-@functools.lru_cache(maxsize=1024)
-def stream_of(numel: int, element_size: int, most_threads: int, values: int) -> Stream:
-    """The stream of a dense tensor of ``numel`` elements. One that is split advances the generator for the whole first,
-    and then for each part (``distribution_nullary_kernel``, there)."""
-    parts = [*_split(0, numel, element_size)]
-    offset = advance(numel, most_threads, values) if len(parts) > 1 else 0
-    leaves = []
-    for begin, end in parts:
-        leaves.append(Leaf(begin, end, offset))
-        offset += advance(end - begin, most_threads, values)
-    return Stream(tuple(leaves), offset, most_threads, values)
-
-
-@functools.lru_cache
-def _most_threads(device: torch.device) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    blocks = properties.max_threads_per_multi_processor // _THREADS_A_BLOCK
-    return properties.multi_processor_count * blocks * _THREADS_A_BLOCK
-
 
 _SCRATCH_BYTES = 1 << 25
 _FILL_BYTES = 1 << 30
@@ -460,10 +247,10 @@ def _replay(
             low = stop
 
 
-def _replay_shard(replay: Callable[..., None], shard: Shard, stream: Stream, target: torch.Tensor) -> None:
+def _replay_shard(replay: Callable[..., None], shard: ShardSlice, stream: Stream, target: torch.Tensor) -> None:
     """Draws the shard into ``target``, which is contiguous."""
     largest = max(stream.group(leaf) for leaf in stream.leaves)
-    shortest, runs = _runs(shard)
+    shortest, runs = runs_of(shard)
     if shortest >= largest or shortest >= target.numel():
         flat, at = target.view(-1), 0
         for begin, end in runs:
@@ -475,7 +262,7 @@ def _replay_shard(replay: Callable[..., None], shard: Shard, stream: Stream, tar
     for leaf in stream.leaves:
         for begin in range(leaf.begin, leaf.end, window):
             drawn = scratch[: min(leaf.end - begin, window)]
-            if _held(shard, begin, begin + drawn.numel()):
+            if held_in(shard, begin, begin + drawn.numel()):
                 replay(begin, begin + drawn.numel(), drawn)
                 _keep(shard, drawn, begin, target)
 
@@ -486,7 +273,7 @@ def _replay_shard(replay: Callable[..., None], shard: Shard, stream: Stream, tar
 
 
 def _dropout(
-    row: RandomOp, shard: Shard, local: torch.Tensor, p: float, train: bool | None, generator: torch.Generator
+    row: RandomOp, shard: ShardSlice, local: torch.Tensor, p: float, train: bool | None, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if train is False or not shard.numel or (p == 1 and local.is_cuda):  # whose kernel is not run
         return row.call(local, p, train)
@@ -503,7 +290,7 @@ def _dropout(
 
 
 def _dropout_fused(
-    row: RandomOp, shard: Shard, local: torch.Tensor, p: float, train: bool | None, generator: torch.Generator
+    row: RandomOp, shard: ShardSlice, local: torch.Tensor, p: float, train: bool | None, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What a fused kernel has drawn; None, and nothing is done, where none serves."""
     kernels = _kernels()
@@ -512,7 +299,7 @@ def _dropout_fused(
     if not _fused_dropout_is_exact(kernels, row, local.dtype, local.device):
         return None
     side = side_by_side(shard.numel, local.element_size())
-    drop = kernels.dropper(shard, local.dtype, p, side, _most_threads(local.device))
+    drop = kernels.dropper(shard, local.dtype, p, side, most_threads_of(local.device))
     if drop is None:
         return None
     with torch.cuda.device(local.device):
@@ -522,9 +309,9 @@ def _dropout_fused(
 
 
 def _dropout_of_whole(
-    row: RandomOp, shard: Shard, local: torch.Tensor, p: float, train: bool | None, generator: torch.Generator
+    row: RandomOp, shard: ShardSlice, local: torch.Tensor, p: float, train: bool | None, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    everything = _overlaps(shard, tuple((0, size) for size in shard.shape))
+    everything = overlaps(shard, tuple((0, size) for size in shard.shape))
     whole = torch.empty_strided(shard.shape, shard.stride, dtype=local.dtype, device=local.device).zero_()
     for of_whole, of_local in everything:
         whole[of_whole] = local.permute(shard.order)[of_local]
@@ -544,11 +331,6 @@ _DROPOUT_VALUES = 8
 _DROPOUT_DIVISOR = 16
 
 
-def side_by_side(numel: int, element_size: int) -> int:
-    """How many elements that lie next to each other a thread takes."""
-    return next(n for n in (8, 4, 2, 1) if n * element_size <= 16 and numel % n == 0)
-
-
 def _dropout_offsets(numel: int, element_size: int) -> int:
     """How many offsets a group lies after the one before it: 4 for 4 elements. Where a thread takes 2 that lie next to
     each other it makes a Philox call for these and throws half of it away, as its ``gridxvec_loop_state`` never flips; so
@@ -558,21 +340,21 @@ def _dropout_offsets(numel: int, element_size: int) -> int:
 
 def _replay_dropout(
     row: RandomOp,
-    shard: Shard,
+    shard: ShardSlice,
     local: torch.Tensor,
     p: float,
     train: bool | None,
     generator: torch.Generator,
     scratch_bytes: int = _SCRATCH_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    base, numel, most = generator.get_offset(), shard.numel, _most_threads(local.device)
+    base, numel, most = generator.get_offset(), shard.numel, most_threads_of(local.device)
     launched = threads(numel, most)
     group = launched * _DROPOUT_VALUES
     window = max(1, scratch_bytes // local.element_size() // group) * group
     offsets = _dropout_offsets(numel, local.element_size())
     outs = torch.empty_like(local), torch.empty_like(local, dtype=torch.bool)
     for begin in range(0, numel, window):
-        held = _held(shard, begin, min(numel, begin + window))
+        held = held_in(shard, begin, min(numel, begin + window))
         if not held:
             continue
         size = max(min(numel - begin, window), launched)
@@ -601,7 +383,7 @@ def forget() -> None:
     _fused.clear()
 
 
-def _check_shards(most: int) -> tuple[int, list[Shard]]:
+def _check_shards(most: int) -> tuple[int, list[ShardSlice]]:
     """A number of elements, two groups and more, and shards of as many in all layouts that the fused kernels know: a run,
     columns that divide a launch and columns that do not, and a box."""
     numel = 3 * 256 * 125 * (10 * most // (3 * 256 * 125))
@@ -609,11 +391,11 @@ def _check_shards(most: int) -> tuple[int, list[Shard]]:
     for sizes in ((numel,), (numel // 256, 256), (numel // 250, 250), (numel // 768, 3, 256)):
         strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
         held = tuple(((size // 3, size - size // 5),) for size in sizes)
-        shards.append(Shard(tuple(range(len(sizes))), sizes, strides, held))
+        shards.append(ShardSlice(tuple(range(len(sizes))), sizes, strides, held))
     return numel, shards
 
 
-def _part(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+def _part(whole: torch.Tensor, shard: ShardSlice) -> torch.Tensor:
     return whole.view(shard.shape)[tuple(slice(*ranges[0]) for ranges in shard.ranges)]
 
 
@@ -623,7 +405,7 @@ def _fused_is_exact(
     key = (row.fill, dtype, device)
     if key not in _fused:
         generator = torch.Generator(device).manual_seed(0)
-        most = _most_threads(device)
+        most = most_threads_of(device)
         numel, shards = _check_shards(most)
         whole = torch.empty(numel, dtype=dtype, device=device)
         row.fill(whole, *args, generator=generator)  # type: ignore[misc]
@@ -647,7 +429,7 @@ def _fused_dropout_is_exact(kernels: Any, row: RandomOp, dtype: torch.dtype, dev
     key = (row.fill, dtype, device)
     if key not in _fused:
         generator = default_generator(None, device)
-        base, most = generator.get_offset(), _most_threads(device)
+        base, most = generator.get_offset(), most_threads_of(device)
         numel, shards = _check_shards(most)
         x = torch.ones(numel, dtype=dtype, device=device)
         try:
@@ -708,7 +490,7 @@ def _check_dropout(row: RandomOp, dtype: torch.dtype, device: torch.device) -> N
             end = generator.get_offset()
             generator.set_offset(base)
             begin = most * values // 2
-            shard = Shard((0,), (n,), (1,), (((begin, n),),))
+            shard = ShardSlice((0,), (n,), (1,), (((begin, n),),))
             parts = _replay_dropout(row, shard, x[begin:], 0.5, True, generator, scratch_bytes=0)
             same = all(_same_bits(part, whole[begin:]) for part, whole in zip(parts, wholes))
             if not same or end != generator.get_offset():
@@ -721,7 +503,7 @@ def _check_dropout(row: RandomOp, dtype: torch.dtype, device: torch.device) -> N
 
 def _check_sizes(dtype: torch.dtype, device: torch.device, values: int) -> tuple[int, int, int, int]:
     """Two groups, and a last one that is not full: the arguments of :func:`stream_of`."""
-    most = _most_threads(device)
+    most = most_threads_of(device)
     return (2 * values + 1) * most + 16 * 21, dtype.itemsize, most, values
 
 

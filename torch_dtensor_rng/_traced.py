@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _random, _single_device
+from . import _random, _shard, _single_device
 from ._draw import draw_as_all
 from ._ops import TABLE, RandomOp
 
@@ -130,14 +130,14 @@ def _shard_at(
     split_factors: tuple[int, ...],
     order: tuple[int, ...],
     coordinate: tuple[int, ...],
-) -> _single_device.Shard:
+) -> _shard.ShardSlice:
     placements = tuple(
         Replicate() if dim < 0 else _StridedShard(dim, split_factor=factor) if factor else Shard(dim)
         for dim, factor in zip(dims, split_factors)
     )
     orders = [_Order(dim, tuple(mesh_dim for mesh_dim in order if dims[mesh_dim] == dim)) for dim in {*dims} - {-1}]
     spec = _Spec(shape, placements, _Sizes(mesh_shape), _Strides(stride), tuple(orders) if order else ())
-    return _single_device.shard_of(spec, coordinate)  # type: ignore[arg-type]
+    return _shard.shard_of(spec, coordinate)  # type: ignore[arg-type]
 
 
 _DEFINED = {row.overload: row for row in TABLE if row.functional is None}
