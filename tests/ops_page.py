@@ -19,12 +19,13 @@ Generated from `torch_dtensor_rng/_ops.py` by `python tests/ops_page.py`. Every 
   tensor among them has to be a scalar, except under `implicit_replication()`.
 - Span: the distance between shards, in offsets of a Philox generator, is never less than the local op can touch: a
   function of the number of values it draws, and where one is named here, at least that. The CPU needs none.
-- Exact: the numbers can be those of one device whatever the sharding. This is for a policy to come; under policy
-  `offset` only replicated DTensors draw what the plain call draws.
+- Exact: under policy `single_device` the numbers are those of one device, whatever the sharding. The others draw as under
+  policy `offset` there, with a warning, or raise (`strict=True`). A replicated DTensor always draws what the plain call
+  draws.
 
 ## Drawn shard by shard
 
-| op | outputs placed | in place | reads its input | tensor arguments | span at least | can be exact |
+| op | outputs placed | in place | reads its input | tensor arguments | span at least | exact |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 
