@@ -44,7 +44,9 @@ def on_the_cpu(name):
 @pytest.mark.parametrize("name", ATTENTION)
 def test_how_shards_are_placed_and_drawn(name, placements, installed, monkeypatch):
     row = dataclasses.replace(ATTENTION[name], call=on_the_cpu(name))
-    monkeypatch.setitem(DTensor._op_dispatcher._custom_op_handlers, row.op, _dispatch.make_handler(row))
+    monkeypatch.setitem(
+        DTensor._op_dispatcher._custom_op_handlers, row.op, _dispatch.make_handler(row, _dispatch.Policy())
+    )
 
     def on_rank(rank, mesh):
         torch.manual_seed(0)
@@ -77,7 +79,7 @@ def test_an_input_that_torchs_rule_redistributes(name, installed, monkeypatch):
         return on_the_cpu(name)(query, key, value, *args, **kwargs)
 
     row = dataclasses.replace(ATTENTION[name], call=call)
-    handler = _dispatch.make_handler(row)
+    handler = _dispatch.make_handler(row, _dispatch.Policy())
     mesh = as_rank(1, (2, 2))
     for placements in ([Shard(0), Shard(2)], [Shard(0), Shard(3)], [Shard(0), Partial()]):
         q = empty(4, 4, 6, 8, device_mesh=mesh, placements=placements).fill_(1)
@@ -95,7 +97,7 @@ def test_without_dropout_it_is_torchs_own_path(name, installed):
     q = empty(4, 4, 6, 8, device_mesh=as_rank(1, (2, 2)), placements=[Shard(0), Shard(1)]).fill_(1)
     arguments = tuple(0.0 if one == 0.5 else one for one in ARGUMENTS[name])
     with pytest.raises(NotImplementedError, match="Could not run"):  # there is no such kernel on the CPU
-        _dispatch.make_handler(row)(row.op, (q, q, q, *arguments), {})
+        _dispatch.make_handler(row, _dispatch.Policy())(row.op, (q, q, q, *arguments), {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ class TestRefusals(Case):
         self.check(
             NotImplementedError,
             """aten._scaled_dot_product_flash_attention_for_cpu.default: this op is not supported on DTensors; choose the math path: with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).""",
-            lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q),
+            lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.5),
         )
 
     def test_noise_that_is_laid_out_otherwise(self):

@@ -78,7 +78,7 @@ def test_everything_refused_has_its_refusal(installed):
     for name, way_out in _ops.REFUSED.items():
         if _ops.exists(name):
             with pytest.raises(NotImplementedError) as raised:
-                handlers[_ops.overload(name)](_ops.overload(name), (), {})
+                handlers[_ops.overload(name)](_ops.overload(name), (None, None, None, 0.5), {})
             assert str(raised.value).startswith(f"aten.{name}: ") and way_out in str(raised.value)
 
 
@@ -422,6 +422,76 @@ def test_gradients_of_gamma_and_dirichlet(name, device, installed):
             expected = torch._dirichlet_grad(drawn, alpha, total) * (w - (drawn * w).sum(-1, True))
         assert x.grad.placements == (Shard(0),)
         torch.testing.assert_close(x.grad.to_local(), expected)
+
+    each_rank((4,), on_rank, device)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_attention_on_the_cpu_without_dropout_is_torchs(placement):
+    mesh = as_rank(1, (2,))
+    q = distribute_tensor(torch.rand(4, 4, 6, 8), mesh, [placement], src_data_rank=None)
+    try:
+        expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    except NotImplementedError:  # torch 2.11
+        pytest.skip("torch has no rule for it")
+    with tdr.install():
+        ours = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert torch.equal(ours.to_local(), expected.to_local()) and ours.placements == expected.placements
+
+
+def test_an_expanded_tensor_is_refused_on_all_ranks(device, installed):
+    default = default_generator(device)
+
+    def on_rank(rank, mesh):
+        x = empty(3, 1, device_mesh=mesh, placements=[Shard(0)]).expand(3, 8)
+        p = empty(3, 8, device_mesh=mesh, placements=[Shard(0)]).fill_(0.5)
+        for draw in (x.normal_, lambda: x.bernoulli_(0.5), lambda: x.bernoulli_(p)):
+            before = default.get_state()
+            with pytest.raises(RuntimeError, match="unsupported operation: more than one element"):
+                draw()
+            assert torch.equal(before, default.get_state())
+
+    each_rank((4,), on_rank, device)
+
+
+def test_two_meshes_are_refused_before_anything_moves(installed):
+    as_rank(0, (4,))
+    x, y = (
+        empty(8, 6, device_mesh=init_device_mesh("cpu", shape), placements=[Shard(0)] * len(shape)).fill_(1)
+        for shape in ((4,), (2, 2))
+    )
+    for draw in (
+        lambda: torch.normal(x, y),
+        lambda: torch.binomial(x, y),
+        lambda: x.bernoulli_(y),
+        lambda: aten.bernoulli.Tensor(x, y),
+    ):
+        before = torch.get_rng_state()
+        with pytest.raises(RuntimeError, match=r"aten.*: got DTensors on different meshes, .* bring them to one mesh"):
+            draw()
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_probabilities_in_another_order_of_memory(device, installed):
+    x, p = torch.zeros(8, 16, device=device), torch.full((8, 16), 0.5, device=device)
+    torch.manual_seed(0)
+    expected = x.clone().t().bernoulli_(p.t())
+    mesh = as_rank(1, (2,), device)
+    torch.manual_seed(0)
+    ours = DTensor.from_local(x, mesh, [Replicate()], run_check=False).t()
+    ours.bernoulli_(DTensor.from_local(p, mesh, [Replicate()], run_check=False).t())
+    assert torch.equal(ours.to_local(), expected)
+
+
+def test_gradients_of_rrelu(device, installed):
+    def on_rank(rank, mesh):
+        whole = torch.linspace(-1, 1, 48, device=device).reshape(8, 6)
+        x = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+        out = torch.nn.functional.rrelu(x, 0.1, 0.9, True)
+        out.backward(DTensor.from_local(torch.ones(2, 6, device=device), mesh, [Shard(0)], run_check=False))
+        local = x.detach().to_local()
+        slope = torch.where(local < 0, out.detach().to_local() / local, torch.ones_like(local))
+        torch.testing.assert_close(x.grad.to_local(), slope)
 
     each_rank((4,), on_rank, device)
 

@@ -21,8 +21,8 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = No
     if isinstance(std, torch.Tensor) and std.is_complex():
         raise RuntimeError("normal expects standard deviation to be non-complex")
     first: Any
-    first, *others = sorted(tensors, key=lambda one: not isinstance(one, DTensor))
-    _dispatch.check_mixed(aten.normal.Tensor_Tensor, *others)
+    first, *_ = sorted(tensors, key=lambda one: not isinstance(one, DTensor))
+    _dispatch.check_mixed(aten.normal.Tensor_Tensor, *tensors)
     shape = torch.broadcast_shapes(*(one.shape for one in tensors))
     first = _dispatch.reduced(first)
     if first.shape != shape:
@@ -36,16 +36,9 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = No
     return aten.add_.Tensor(out, mean) if isinstance(mean, torch.Tensor) else aten.add_.Tensor(out, float(mean))
 
 
-def _bernoulli_(self: DTensor, p: torch.Tensor, *, generator: torch.Generator | None = None) -> DTensor:
-    _dispatch.check_mixed(aten.bernoulli_.Tensor, self, p, written=self)
-    _dispatch.check_in_place(aten.bernoulli_.Tensor, self)
-    probabilities = aten.copy_.default(aten.empty_like.default(self, dtype=p.dtype), p)
-    return aten.copy_.default(self, aten.bernoulli.default(probabilities, generator=generator))
-
-
 def _bernoulli(self: DTensor, p: torch.Tensor, *, generator: torch.Generator | None = None) -> DTensor:
     _dispatch.check_mixed(aten.bernoulli.Tensor, self, p, written=self)
-    return _bernoulli_(aten.empty_like.default(_dispatch.reduced(self)), p, generator=generator)
+    return aten.bernoulli_.Tensor(aten.empty_like.default(_dispatch.reduced(self)), p, generator=generator)
 
 
 def _randint_like(self: DTensor, high: torch.Tensor, **kwargs: Any) -> DTensor:
@@ -61,7 +54,6 @@ COMPOSED: dict[str, Callable[..., DTensor]] = {
     "normal.Tensor_float": _normal,
     "normal.float_Tensor": _normal,
     "bernoulli.Tensor": _bernoulli,
-    "bernoulli_.Tensor": _bernoulli_,
     "randint_like.Tensor": _randint_like,
     "randint_like.Tensor_generator": _randint_like,
 }
@@ -76,20 +68,34 @@ def _decompose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _elementwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """A gradient of what was drawn, for which torch has no sharding rule: element by element, of tensors of one size."""
+    """A gradient of what was drawn, element by element, of tensors of one size."""
     _dispatch.check_mixed(op, *args)
-    first = _dispatch.reduced(next(one for one in args if isinstance(one, DTensor)))
-    alike = (
-        _dispatch.redistributed(one, first.placements)
-        if isinstance(one, DTensor)
-        else distribute_tensor(one, first.device_mesh, first.placements, src_data_rank=None)
-        for one in args
-    )
+    inputs = [one for one in args if isinstance(one, DTensor)]
+    first = next((one for one in inputs if not any(p.is_partial() for p in one.placements)), inputs[0])
+    first = _dispatch.reduced(first)
+
+    def local(one: Any) -> Any:
+        if isinstance(one, DTensor):
+            return _dispatch.redistributed(one, first.placements)._local_tensor
+        if isinstance(one, torch.Tensor):
+            return distribute_tensor(one, first.device_mesh, first.placements, src_data_rank=None)._local_tensor
+        return one
+
     stride = torch.empty(first.shape, device="meta").stride()
-    out = op(*(one._local_tensor for one in alike)).contiguous()
+    out = op(*map(local, args), **kwargs).contiguous()
     return DTensor.from_local(
         out, first.device_mesh, first.placements, run_check=False, shape=first.shape, stride=stride
     )
+
+
+def _cpu_attention(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Torch's own path where nothing is dropped."""
+    if (args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)) == 0:
+        return _dispatch.run_by_torch(op, args, kwargs)
+    return _refuse(_ops.REFUSED[_CPU_ATTENTION])(op, args, kwargs)
+
+
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu.default"
 
 
 def _refuse(way_out: str) -> _dispatch.Handler:
@@ -104,5 +110,6 @@ HANDLERS: dict[Any, _dispatch.Handler] = {
     **{_ops.overload(name): _decompose for name in _ops.DECOMPOSED},
     **{_ops.overload(name): _elementwise for name in _ops.GRADIENTS},
     **{_ops.overload(name): _refuse(way_out) for name, way_out in _ops.REFUSED.items() if _ops.exists(name)},
+    _ops.overload(_CPU_ATTENTION): _cpu_attention,
     aten.resize_.default: _refuse(_ops.RESIZED),
 }

@@ -181,8 +181,8 @@ def _placed_like(x: torch.Tensor, other: DTensor) -> DTensor:
 
 
 def check_mixed(op: Any, *tensors: Any, written: Any = None) -> None:
-    """Raises RuntimeError, in torch's words, for a plain tensor where a DTensor is needed: one that is ``written``, or
-    has dims, unless torch takes those for replicated ones (``implicit_replication``)."""
+    """Raises RuntimeError for DTensors on different meshes, and, in torch's words, for a plain tensor where a DTensor is
+    needed: one that is ``written``, or has dims, unless torch takes those for replicated ones (``implicit_replication``)."""
     implicit = DTensor._op_dispatcher._allow_implicit_replication
     for one in tensors:
         plain = isinstance(one, torch.Tensor) and not isinstance(one, DTensor)
@@ -190,6 +190,12 @@ def check_mixed(op: Any, *tensors: Any, written: Any = None) -> None:
             raise RuntimeError(
                 f"{op}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before "
                 "calling distributed operators!"
+            )
+    meshes = [one._spec.mesh for one in tensors if isinstance(one, DTensor)]
+    for mesh in meshes[1:]:
+        if mesh != meshes[0]:
+            raise RuntimeError(
+                f"{op}: got DTensors on different meshes, {meshes[0]} and {mesh}: bring them to one mesh before the call."
             )
 
 
@@ -203,11 +209,18 @@ def _is_partial(spec: DTensorSpec) -> bool:
 
 
 def check_in_place(op: Any, x: DTensor) -> None:
-    """Raises RuntimeError for a draw into a DTensor with a ``Partial`` placement."""
+    """Raises RuntimeError for a draw into a DTensor with a ``Partial`` placement, or one that is expanded: on the ranks too
+    that hold nothing of it."""
     if _is_partial(x._spec):
         raise RuntimeError(
             f"{op}: cannot draw in place into a DTensor with a Partial placement, found {x._spec.placements}: its "
             "ranks hold terms of a reduction, not values. Redistribute it to Replicate or Shard first."
+        )
+    meta = x._spec.tensor_meta
+    if meta is not None and any(stride == 0 and size > 1 for stride, size in zip(meta.stride, meta.shape)):
+        raise RuntimeError(
+            f"{op}: unsupported operation: more than one element of the written-to tensor refers to a single memory "
+            "location. Please clone() the tensor before performing the operation."
         )
 
 
@@ -405,20 +418,30 @@ def _on_each_simulated_rank(
     return tuple(LocalTensor(dict(zip(outs, parts))) for parts in zip(*outs.values()))
 
 
+def _placed_by_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    dispatcher.sharding_propagator.propagate(info)
+    if info.output_sharding is None:
+        raise AssertionError("torch's rule says how the outputs are placed")
+    return info, info.output_sharding
+
+
+def run_by_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op by torch's own path, as if it had no handler."""
+    info, sharding = _placed_by_torch(op, args, kwargs)
+    results = DTensor._op_dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+    return DTensor._op_dispatcher.wrap(results, sharding.output_spec)
+
+
 def _run_by_torch_rule(row: RandomOp, policy: Policy, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Attention: torch's own rule says how the inputs and outputs are placed; the dropout of each shard of the batch and
     the heads is drawn at its own place."""
     dispatcher = DTensor._op_dispatcher
-    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    dispatcher.sharding_propagator.propagate(info)
-    sharding = info.output_sharding
-    if sharding is None:
-        raise AssertionError("torch's rule says how the outputs are placed")
-    mesh = info.compute_mesh
+    info, sharding = _placed_by_torch(op, args, kwargs)
     named = dict(zip((one.name for one in op._schema.arguments), args)) | kwargs
-    if not named.get("dropout_p") or not mesh._is_current_rank_part_of_mesh():
-        results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
-        return dispatcher.wrap(results, sharding.output_spec)
+    if not named.get("dropout_p") or not info.compute_mesh._is_current_rank_part_of_mesh():
+        return run_by_torch(op, args, kwargs)
     if sharding.needs_redistribute:
         if sharding.redistribute_schema is None:
             raise AssertionError("torch's rule says how to redistribute")

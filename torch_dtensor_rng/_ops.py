@@ -175,6 +175,7 @@ TABLE = (
     RandomOp("bernoulli.p", torch.bernoulli, fill=torch.Tensor.bernoulli_),
     RandomOp("native_dropout.default", _native_dropout, reads_input=True, fill=_native_dropout),
     RandomOp("bernoulli.default", torch.bernoulli, reads_input=True),
+    RandomOp("bernoulli_.Tensor", torch.Tensor.bernoulli_, in_place=True, tensors=2),
     RandomOp("poisson.default", torch.poisson, reads_input=True, least_span=_REJECTION, meta=_contiguous),
     RandomOp(
         "binomial.default",
@@ -331,8 +332,9 @@ REFUSED = {
 # With out= some factories decompose into this, which DTensor has no rule for.
 RESIZED = "if it comes from out= of torch.rand() or torch.randn(), " + _FILL.format("rand() or randn")
 
-# What the gradient of a row takes from torch, which has no sharding rule for it.
-GRADIENTS = ("_standard_gamma_grad.default", "_dirichlet_grad.default")
+# What the gradients of rows take from torch. It has no sharding rule for the first two, and for the last one, where the
+# gradient is Partial, ranks may choose other collectives than their neighbours.
+GRADIENTS = ("_standard_gamma_grad.default", "_dirichlet_grad.default", "rrelu_with_noise_backward.default")
 
 _NO_TENSOR = "takes no tensor, so no DTensor: torch_dtensor_rng has factories of DTensors"
 _REPLAYS = "draws nothing: it reads the seed and offset that the forward pass has kept"
