@@ -175,7 +175,9 @@ TABLE = (
     RandomOp("bernoulli.p", torch.bernoulli, fill=torch.Tensor.bernoulli_),
     RandomOp("native_dropout.default", _native_dropout, reads_input=True, fill=_native_dropout),
     RandomOp("bernoulli.default", torch.bernoulli, reads_input=True),
-    RandomOp("bernoulli_.Tensor", torch.Tensor.bernoulli_, in_place=True, tensors=2),
+    # It advances by 12, of which it reads 4 (ATen/native/cuda/DistributionBernoulli.cu); so does bernoulli.default, whose
+    # places are torch's own.
+    RandomOp("bernoulli_.Tensor", torch.Tensor.bernoulli_, in_place=True, tensors=2, least_span=12),
     RandomOp("poisson.default", torch.poisson, reads_input=True, least_span=_REJECTION, meta=_contiguous),
     RandomOp(
         "binomial.default",
