@@ -15,7 +15,7 @@ from torch._functorch import compile_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import _composed, _debug, _dispatch, _factories, _random, _traced, _trunc_normal
+from . import _composed, _debug, _dispatch, _factories, _orthogonal, _random, _traced, _trunc_normal
 
 POLICIES = ("offset", "single_device")
 DEBUG_VARIABLE = "TORCH_DTENSOR_RNG_DEBUG"
@@ -120,6 +120,7 @@ class Installation(_Patches):
         self._set(compile_utils, "rand_ops", [*compile_utils.rand_ops, *_traced.RANDOM_PACKETS])
         init = torch.nn.init
         self._set(init, "_no_grad_trunc_normal_", _trunc_normal.wrap(init._no_grad_trunc_normal_))
+        self._set(init, "orthogonal_", _orthogonal.wrap(init.orthogonal_))
         _after_change()
 
     def _take_out(self) -> None:
