@@ -1,7 +1,8 @@
 """``python -m torch_dtensor_rng``: several processes initialise a sharded transformer, and compare what they hold.
 
 Every process builds the model on the meta device, shards it by tensor parallelism and FSDP2, initialises it with plain
-``torch.nn.init`` calls and reports digests. Rank 0 prints them as a table and checks what the package promises.
+``torch.nn.init`` calls and reports digests. Rank 0 prints them as a table and checks what the package promises. With
+``--policy single_device`` the checksums of whole tensors are the same for any number of processes and any ``--tp``.
 """
 
 import argparse
@@ -21,10 +22,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torch_dtensor_rng as tdr
+from torch_dtensor_rng._install import POLICIES
+from torch_dtensor_rng._shard import held_ranges
 
 SEED = 1234
 DIM, HEADS, HIDDEN, LENGTH, BATCH = 64, 4, 256, 16, 8
@@ -135,6 +138,7 @@ class Held:
         shard: the rank's mesh coordinates on the mesh dims that shard; replicas have the same.
         digest: of the whole local tensor.
         head: of its first values alone, as many on every rank: shards of two sizes differ in ``digest`` anyway.
+        checksum: the digest of the whole tensor, cut short.
     """
 
     name: str
@@ -146,6 +150,7 @@ class Held:
     numel: int
     digest: str
     head: str
+    checksum: str
 
     @property
     def constant(self) -> bool:
@@ -188,6 +193,18 @@ def state_of(generator: torch.Generator) -> str:
     return f"seed {generator.initial_seed()}, offset {generator.get_offset()}"
 
 
+def whole(x: DTensor) -> torch.Tensor:
+    """The whole tensor, on the CPU: full_tensor() is of no use where processes share a GPU, as gloo gathers no CUDA tensors."""
+    coordinate: Sequence[int] = x.device_mesh.get_coordinate() or []
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (held_ranges(x._spec, coordinate), x.to_local().detach().cpu()))
+    gathered = torch.empty(x.shape, dtype=x.dtype)
+    for ranges, local in parts:
+        indices = [torch.cat([torch.arange(*one) for one in [(0, 0), *of_dim]]) for of_dim in ranges]
+        gathered[torch.meshgrid(*indices, indexing="ij")] = local
+    return gathered
+
+
 def held(name: str, init: str, x: torch.Tensor) -> Held:
     assert isinstance(x, DTensor), name
     local = x.to_local()
@@ -207,6 +224,7 @@ def held(name: str, init: str, x: torch.Tensor) -> Held:
         numel=local.numel(),
         digest=digest_of(local),
         head=digest_of(local.flatten()[: max(1, x.numel() // (2 * num_shards))]),
+        checksum=digest_of(whole(x))[:8],
     )
 
 
@@ -222,13 +240,17 @@ def dropout_masks(model: Transformer, mesh: DeviceMesh, device: torch.device) ->
     """The masks of a block's dropout: in a forward pass, and on an activation that is sharded over the whole mesh."""
     masks: list[torch.Tensor] = []
     dropout = model.get_submodule("blocks.0.dropout")
-    hook = dropout.register_forward_hook(lambda module, args, out: masks.append(out != 0))
+    hooks = [
+        dropout.register_forward_pre_hook(lambda module, args: torch.ones_like(args[0])),  # gelu makes zeros too
+        dropout.register_forward_hook(lambda module, args, out: masks.append(out != 0)),
+    ]
     model.train()
     with torch.no_grad():
         model(torch.arange(BATCH * LENGTH, device=device).view(BATCH, LENGTH) % VOCABULARY)
-        local = torch.ones(BATCH, LENGTH, HIDDEN // mesh.size(1), device=device)
-        dropout(DTensor.from_local(local, mesh, [Shard(0), Shard(2)], run_check=False))
-    hook.remove()
+        activation = torch.ones(BATCH, LENGTH, HIDDEN, device=device)
+        dropout(distribute_tensor(activation, mesh, [Shard(0), Shard(2)], src_data_rank=None))
+    for hook in hooks:
+        hook.remove()
     names = ("dropout in forward", "dropout over dp and tp")
     return tuple(held(name, "mask", mask) for name, mask in zip(names, masks))
 
@@ -339,14 +361,13 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def render(reports: Sequence[Report]) -> str:
-    lines = [["name", "init", "global shape", "placements", "shards", "shards distinct", "replicas agree"]]
+    lines = [["name", "init", "global shape", "placements", "shards", "distinct", "agree", "checksum"]]
     for row in rows(reports):
         one = row[0]
         distinct = "const" if one.constant else _answer(shards_distinct(row))
         shape = "x".join(map(str, one.shape))
-        lines.append(
-            [one.name, one.init, shape, one.placements, str(one.num_shards), distinct, _answer(replicas_agree(row))]
-        )
+        agree = _answer(replicas_agree(row))
+        lines.append([one.name, one.init, shape, one.placements, str(one.num_shards), distinct, agree, one.checksum])
     generators = [["default generator", "before the init", "after the init"]]
     generators += [
         [f"rank {rank} ({report.place})", report.before, report.after] for rank, report in enumerate(reports)
@@ -354,6 +375,7 @@ def render(reports: Sequence[Report]) -> str:
     promises = [[claim, _answer(holds)] for claim, holds in claims(reports)]
     legend = (
         "S(d): sharded along d; _S(d, n): along d within each of the n shards of a later mesh dim; R: replicated;\n"
+        "distinct: no two shards hold the same; agree: replicas do; checksum: of the whole tensor;\n"
         "const: initialised to a constant; -: nothing to compare"
     )
     return "\n\n".join([_table(lines) + "\n" + legend, _table(generators), _table(promises)])
@@ -382,10 +404,11 @@ def backend_for(device_type: str, nproc: int) -> str:
     return "gloo"  # NCCL refuses two ranks on one device
 
 
-def _process(rank: int, nproc: int, device_type: str, backend: str, store: str, answer: Any) -> None:
+def _process(rank: int, options: argparse.Namespace, backend: str, store: str, answer: Any) -> None:
     torch.set_num_threads(1)
+    nproc, tp = options.nproc, options.tp
     device = torch.device("cpu")
-    if device_type == "cuda":
+    if options.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         torch.cuda.init()  # there are no default generators before
@@ -396,16 +419,15 @@ def _process(rank: int, nproc: int, device_type: str, backend: str, store: str, 
         world_size=nproc,
         timeout=datetime.timedelta(seconds=60),
     )
-    tp = 2 if nproc % 2 == 0 else 1
-    mesh = init_device_mesh(device_type, (nproc // tp, tp), mesh_dim_names=("dp", "tp"))
-    with tdr.install() as installation:
+    mesh = init_device_mesh(options.device, (nproc // tp, tp), mesh_dim_names=("dp", "tp"))
+    with tdr.install(options.policy):
         report = observe(mesh, device)
     reports: list[Any] = [None] * nproc
     dist.all_gather_object(reports, report)
     if rank == 0:
         print(
-            f"torch {torch.__version__}, {nproc} processes over {backend} on {device_type}, "
-            f"mesh dp {mesh.size(0)} x tp {mesh.size(1)}, policy {installation.policy}, seed {SEED}\n"
+            f"torch {torch.__version__}, {nproc} processes over {backend} on {options.device}, "
+            f"mesh dp {mesh.size(0)} x tp {mesh.size(1)}, policy {options.policy}, seed {SEED}\n"
         )
         print(render(reports), flush=True)
         answer.put(failures(reports))
@@ -416,12 +438,12 @@ def _process(rank: int, nproc: int, device_type: str, backend: str, store: str, 
     os._exit(0)
 
 
-def run(nproc: int, device_type: str, backend: str, process: Callable[..., None] = _process) -> int:
+def run(options: argparse.Namespace, backend: str, process: Callable[..., None] = _process) -> int:
     """Runs the processes, prints the verdict and returns the exit code."""
     answer = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(process, (nproc, device_type, backend, os.path.join(folder, "store"), answer), nproc)
+            mp.spawn(process, (options, backend, os.path.join(folder, "store"), answer), options.nproc)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             print(f"rank {error.error_index} failed: {error}", file=sys.stderr)
             return 1
@@ -432,16 +454,22 @@ def run(nproc: int, device_type: str, backend: str, process: Callable[..., None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torch_dtensor_rng", description=__doc__.partition("\n")[0])
-    parser.add_argument("--nproc", type=int, default=4, help="number of processes, 2 or more (default: 4)")
+    parser.add_argument("--nproc", type=int, default=4, help="number of processes (default: 4)")
+    parser.add_argument("--tp", type=int, help="how many of them share a layer (default: 2 if --nproc is even, else 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model is (default: cpu)")
+    parser.add_argument("--policy", choices=POLICIES, default="offset", help="of install() (default: offset)")
     options = parser.parse_args(arguments)
-    if options.nproc < 2:
-        parser.error("--nproc has to be 2 or more, as there is nothing to compare otherwise")
+    if options.nproc < 1:
+        parser.error(f"--nproc has to be 1 or more, found {options.nproc}")
+    if options.tp is None:
+        options.tp = 2 if options.nproc % 2 == 0 else 1
+    if options.tp < 1 or options.nproc % options.tp or HEADS % options.tp:
+        parser.error(f"--tp has to divide --nproc {options.nproc} and the model's {HEADS} heads, found {options.tp}")
     try:
         backend = backend_for(options.device, options.nproc)
     except ValueError as error:
         parser.error(str(error))
-    return run(options.nproc, options.device, backend)
+    return run(options, backend)
 
 
 if __name__ == "__main__":
