@@ -127,12 +127,17 @@ def _fill_fused(
     with torch.cuda.device(in_order.device):
         fill(in_order, generator)
     if shard.order == tuple(range(in_order.ndim)):
-        shard.ready[_ready_key(row, in_order, args)] = fill
+        _keep_ready(row, shard, in_order, args, fill)
     return True
 
 
-def _ready_key(row: RandomOp, out: torch.Tensor, args: tuple[Any, ...]) -> Any:
-    return row.overload, out.dtype, out.get_device(), args
+_MOST_READY = 64
+
+
+def _keep_ready(row: RandomOp, shard: ShardSlice, out: torch.Tensor, args: tuple[Any, ...], fused: Any) -> None:
+    if len(shard.ready) >= _MOST_READY:  # as where a parameter changes with every step
+        shard.ready.clear()
+    shard.ready[row.overload, out.dtype, out.get_device(), args] = fused
 
 
 def _as_a_whole(
@@ -304,7 +309,7 @@ def _dropout_fused(
         return None
     with torch.cuda.device(local.device):
         outs = drop(local, generator)
-    shard.ready[_ready_key(row, local, (p, train))] = drop
+    _keep_ready(row, shard, local, (p, train), drop)
     return outs
 
 
