@@ -153,7 +153,8 @@ def test_attention_on_the_math_path_is_exact():
     end = torch.get_rng_state()
 
     def on_rank(rank, mesh):
-        q = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+        # Torch 2.11 has no rule for sharded heads there.
+        q = distribute_tensor(whole, mesh, [Shard(0), Replicate()], src_data_rank=None)
         torch.manual_seed(3)
         with sdpa_kernel(SDPBackend.MATH):
             out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
