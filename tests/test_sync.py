@@ -437,7 +437,7 @@ def test_compiled_graphs_are_not_looked_into_and_it_says_so_once(installed):
     double = torch.compile(lambda x: torch.rand_like(x) * 2, backend="aot_eager", fullgraph=True)
     double(x)
     with tdr.RNGSyncDebugMode():
-        with pytest.warns(UserWarning, match="does not look inside compiled graphs"):
+        with pytest.warns(UserWarning, match="does not look inside compiled or captured graphs"):
             double(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _random, _sync
+from ._capture import capturing
 
 _SKIPPED = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, __file__))
 
@@ -44,6 +45,9 @@ class Watch:
             x = next((one for one in args if isinstance(one, DTensor)), None)
             if x is None or not self._watches(x, kwargs):
                 return handler(op, args, kwargs)
+            if x._local_tensor.is_cuda and capturing(x._local_tensor.device):
+                self.in_graph()
+                return handler(op, args, kwargs)
             return self._watched(handler, op, x, args, kwargs)
 
         # Where an op breaks a graph, Dynamo would trace this, and the check find itself in a trace.
@@ -51,12 +55,12 @@ class Watch:
         return lambda *args: untraced(*args) if "torch._dynamo" in sys.modules else watched(*args)
 
     def in_graph(self) -> None:
-        """Says once that a compiled graph has drawn unseen."""
+        """Says once that a compiled or captured graph has drawn unseen."""
         if not self._told:
             self._told = True
             warnings.warn(
-                "RNGSyncDebugMode does not look inside compiled graphs: the random ops in them are not checked. Run the "
-                "model in eager mode, or call torch_dtensor_rng.check_rng_sync between the graphs.",
+                "RNGSyncDebugMode does not look inside compiled or captured graphs: the random ops in them are not "
+                "checked. Run the model in eager mode, or call torch_dtensor_rng.check_rng_sync between the graphs.",
                 stacklevel=2,
             )
 

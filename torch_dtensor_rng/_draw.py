@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from . import _random
+from ._capture import capturing
 from ._ops import Placed, RandomOp
 
 
@@ -17,7 +18,7 @@ def draw(
     raises, it is where it was before the call. Does not communicate.
 
     Raises:
-        RuntimeError: the generator is of another device type than ``local``.
+        RuntimeError: the generator is of another device type than ``local``, or a CUDA graph is captured.
     """
     generator = kwargs.get("generator")
     if local.is_cpu:
@@ -35,6 +36,12 @@ def draw(
         base = generator.get_offset()
     except RuntimeError:  # a CPU generator has none; to ask for its device each time would cost more
         _random._check_generator(generator, local.device)
+        if local.is_cuda and capturing(local.device):
+            raise RuntimeError(
+                f"{row.op}: cannot be captured in a CUDA graph on a DTensor, as its shard's place is reached by moving the "
+                "generator from Python. Use torch_dtensor_rng.install(policy='single_device'), under which the ops that "
+                "are drawn as on one device can be captured."
+            ) from None
         raise
     try:
         generator.set_offset(base + plan.start)

@@ -29,6 +29,16 @@ UNIFORM, NORMAL, LOG_NORMAL, EXPONENTIAL, BERNOULLI, RANDOM = map(tl.constexpr, 
 
 
 @triton.jit
+def _seed_and_counter(seed, counter, CAPTURED: tl.constexpr):
+    """As they are; or in a CUDA graph, where they point to the seed and the offset of the replay, the counter
+    ``CAPTURED`` further than that offset."""
+    if CAPTURED < 0:
+        return seed, counter
+    else:
+        return tl.load(seed), tl.load(counter) // 4 + CAPTURED
+
+
+@triton.jit
 def _words(seed, counter, thread):
     """The four words of a Philox call: of 64-bit ``counter``, a quarter of the offset, in the subsequence ``thread``."""
     zero = tl.zeros_like(thread).to(tl.uint32)
@@ -121,10 +131,11 @@ _VARY = ["first_group", "seed", "counter", "a", "b", "c"]
 @triton.jit(do_not_specialize=_VARY)
 def fill_run(
     out, numel, begin, first_group, threads, row, width, column, seed, counter, a, b, c,
-    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CAPTURED: tl.constexpr,
 ):  # fmt: skip
     """A run of elements of the whole, from ``begin`` on; or of columns, ``width`` of a ``row`` that divides ``threads``,
     from ``column`` on, which are a run of as many threads as hold them. A thread makes one Philox call for its four."""
+    seed, counter = _seed_and_counter(seed, counter, CAPTURED)
     u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = first_group + tl.program_id(1)
     if ROWS:
@@ -162,9 +173,10 @@ def _box(n1, n2, numel, first, g0, g1, l0, l1, WIDE: tl.constexpr, BLOCK: tl.con
 @triton.jit(do_not_specialize=_VARY)
 def fill_box(
     out, numel, n1, n2, first, size, g0, g1, l0, l1, threads, seed, counter, a, b, c,
-    KIND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CAPTURED: tl.constexpr,
 ):  # fmt: skip
     """A box of up to three dims, wherever its elements are: each makes a Philox call, and takes its word."""
+    seed, counter = _seed_and_counter(seed, counter, CAPTURED)
     ok, index, at = _box(n1, n2, numel, first, g0, g1, l0, l1, WIDE, BLOCK)
     q = index // threads
     thread = (index - q * threads).to(tl.int32)
@@ -175,9 +187,10 @@ def fill_box(
 @triton.jit(do_not_specialize=_VARY)
 def fill_columns(
     out, rows, width, first, size, stride, local_stride, threads, seed, counter, a, b, c,
-    KIND: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPTURED: tl.constexpr,
 ):  # fmt: skip
     """A box of two dims, no wider than a launch: only one element of a row is looked up by a division."""
+    seed, counter = _seed_and_counter(seed, counter, CAPTURED)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     if WIDE:
@@ -201,9 +214,22 @@ def fill_columns(
 
 @triton.jit(do_not_specialize=["seed", "counter", "keep", "scale"])
 def dropout_run(
-    x, out, mask, numel, begin, threads, seed, counter, keep, scale, SIDE: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    out,
+    mask,
+    numel,
+    begin,
+    threads,
+    seed,
+    counter,
+    keep,
+    scale,
+    SIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAPTURED: tl.constexpr,
 ):
     """A run of elements, from ``begin`` on, four of a Philox call at a time."""
+    seed, counter = _seed_and_counter(seed, counter, CAPTURED)
     SHARED: tl.constexpr = SIDE // 4  # how many vectors of four are a thread's
     vector = tl.arange(0, BLOCK)
     first = begin // 8 * 2 + tl.program_id(0).to(tl.int64) * BLOCK
@@ -224,9 +250,10 @@ def dropout_run(
 @triton.jit(do_not_specialize=["seed", "counter", "keep", "scale"])
 def dropout_box(
     x, out, mask, numel, n1, n2, first, g0, g1, l0, l1, threads, seed, counter, keep, scale,
-    SIDE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    SIDE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CAPTURED: tl.constexpr,
 ):  # fmt: skip
     """A box of up to three dims, each element with a Philox call of its own."""
+    seed, counter = _seed_and_counter(seed, counter, CAPTURED)
     ok, index, at = _box(n1, n2, numel, first, g0, g1, l0, l1, WIDE, BLOCK)
     q = index // SIDE
     group = q // threads
@@ -412,7 +439,7 @@ class _Runner:
 
     def __init__(self, launch: _Launch, **constants: Any):
         self.launch = launch
-        self.constants = {**constants, **launch.constants}
+        self.constants = {**constants, **launch.constants, "CAPTURED": -1}
         self.runs: dict[Any, Any] = {}
 
     def __call__(self, tensors: tuple[torch.Tensor, ...], seed: int, counter: int, *numbers: Any) -> None:
@@ -430,6 +457,14 @@ class _Runner:
             self.runs[key] = launch.kernel[launch.grid](*args, **self.constants)[launch.grid]
         else:
             run(*args, *self.constants.values())
+
+    def capture(
+        self, tensors: tuple[torch.Tensor, ...], seed: torch.Tensor, offset: torch.Tensor, *numbers: Any
+    ) -> None:
+        """The launch in a CUDA graph, at the seed and offset that are on the device when it runs."""
+        launch = self.launch
+        args = (*launch.of(*tensors), *launch.before, seed, offset, *numbers)
+        launch.kernel[launch.grid](*args, **{**self.constants, "CAPTURED": launch.offset // 4})
 
 
 _INT32 = 1 << 31
@@ -536,19 +571,24 @@ def _box_launch(
 class Filler:
     """Fills the contiguous local tensors of a shard, of one dtype, from a distribution."""
 
-    __slots__ = ("_end", "_numbers", "_runners")
+    __slots__ = ("_numbers", "_runners", "end")
 
     def __init__(self, distribution: Distribution, launches: tuple[_Launch, ...], end: int):
         kind, *self._numbers = distribution
         self._runners = [(launch.offset, _Runner(launch, KIND=kind)) for launch in launches]
-        self._end = end
+        self.end = end
 
     def __call__(self, target: torch.Tensor, generator: torch.Generator) -> None:
         """Fills ``target``, which is on the current device, and advances the generator."""
         base, seed = generator.get_offset(), _signed(generator.initial_seed())
         for offset, run in self._runners:
             run((target,), seed, (base + offset) // 4, *self._numbers)
-        generator.set_offset(base + self._end)
+        generator.set_offset(base + self.end)
+
+    def capture(self, target: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> None:
+        """Fills ``target`` in a CUDA graph, at the seed and offset on the device, and moves no generator."""
+        for _, run in self._runners:
+            run.capture((target,), seed, offset, *self._numbers)
 
 
 def filler(distribution: Distribution, shard: ShardSlice, element_size: int, most_threads: int) -> Filler | None:
@@ -588,13 +628,13 @@ def dropout_launches(shard: ShardSlice, side: int, most_threads: int) -> tuple[_
 class Dropper:
     """Drops out of the contiguous local tensors of a shard, of one dtype, with probability ``p``."""
 
-    __slots__ = ("_end", "_numbers", "_runners")
+    __slots__ = ("_numbers", "_runners", "end")
 
     def __init__(self, p: float, launches: tuple[_Launch, ...], end: int):
         keep = _float32(1.0 - p)
         self._numbers = keep, _float32(1.0 / keep)
         self._runners = [_Runner(launch) for launch in launches]
-        self._end = end
+        self.end = end
 
     def __call__(self, x: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """What is kept of ``x``, which is on the current device, and the mask; advances the generator."""
@@ -602,7 +642,14 @@ class Dropper:
         outs = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
         for run in self._runners:
             run((x, *outs), seed, base // 4, *self._numbers)
-        generator.set_offset(base + self._end)
+        generator.set_offset(base + self.end)
+        return outs
+
+    def capture(self, x: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in a CUDA graph, at the seed and offset on the device; moves no generator."""
+        outs = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+        for run in self._runners:
+            run.capture((x, *outs), seed, offset, *self._numbers)
         return outs
 
 

@@ -8,7 +8,7 @@ whole (``distribution_nullary_kernel`` in ATen/native/cuda/DistributionTemplates
 the launch has threads, times the values of a Philox call, each group 4 offsets further. So the stock op over a window
 of whole groups, at the offset of the first, draws what it draws there over the whole.
 
-Nothing here communicates. If anything raises, the generator is where it was before.
+Nothing here communicates. If anything raises, the generator is where it was before, unless a CUDA graph is captured.
 """
 
 import functools
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ._capture import capturing, reserve
 from ._draw import default_generator, try_on_one_element
 from ._ops import BERNOULLI, RandomOp, apply_mask
 from ._shard import ShardSlice, held_in, overlaps, runs_of
@@ -47,7 +48,12 @@ def draw(
     if local.is_cuda:
         device = local.get_device()
         fused = shard.ready.get((row.overload, out.dtype, device, args))
-        if fused is not None and out.is_contiguous() and torch.cuda.current_device() == device:
+        if (
+            fused is not None
+            and out.is_contiguous()
+            and torch.cuda.current_device() == device
+            and not torch.cuda.is_current_stream_capturing()
+        ):
             if generator is None:
                 generator = torch.cuda.default_generators[device]
             else:
@@ -55,6 +61,8 @@ def draw(
             drawn = fused(out, generator)  # which moves the generator last
             return drawn if dropout else out
     generator = default_generator(generator, local.device)
+    if local.is_cuda and capturing(local.device):
+        return _capture(row, shard, out, args, generator)
     if not local.numel() and shard.numel:
         try_on_one_element(row, local, args, kwargs)
     restore = _restore_point(generator)
@@ -90,7 +98,13 @@ def _fill(
         _as_a_whole(row, shard, target, args, generator)
         return
     in_order = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype, device=out.device)
-    if not _fill_fused(row, shard, in_order, args, generator):
+    fused = _fused_fill(row, shard, in_order, args)
+    if fused is not None:
+        with torch.cuda.device(out.device):
+            fused(in_order, generator)
+        if shard.order == tuple(range(out.ndim)):
+            _keep_ready(row, shard, in_order, args, fused)
+    else:
         values = 2 if row.wide(out.dtype, *args) else 4
         _check(row, out.dtype, out.device, args, values)
         stream = stream_of(shard.numel, out.element_size(), most_threads_of(out.device), values)
@@ -111,24 +125,15 @@ def _kernels() -> Any:
     return _kernels
 
 
-def _fill_fused(
-    row: RandomOp, shard: ShardSlice, in_order: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator
-) -> bool:
-    """Whether a fused kernel has filled the shard, and advanced the generator; nothing is done else."""
+def _fused_fill(row: RandomOp, shard: ShardSlice, in_order: torch.Tensor, args: tuple[Any, ...]) -> Any:
+    """The fused kernel that fills the shard; None where there is none."""
     kernels = _kernels()
     if kernels is None:
-        return False
+        return None
     distribution = kernels.distribution_of(row.fill, in_order.dtype, args)
     if distribution is None or not _fused_is_exact(kernels, row, distribution, in_order.dtype, in_order.device, args):
-        return False
-    fill = kernels.filler(distribution, shard, in_order.element_size(), most_threads_of(in_order.device))
-    if fill is None:
-        return False
-    with torch.cuda.device(in_order.device):
-        fill(in_order, generator)
-    if shard.order == tuple(range(in_order.ndim)):
-        _keep_ready(row, shard, in_order, args, fill)
-    return True
+        return None
+    return kernels.filler(distribution, shard, in_order.element_size(), most_threads_of(in_order.device))
 
 
 _MOST_READY = 64
@@ -288,29 +293,25 @@ def _dropout(
         mask = torch.empty_like(local, dtype=torch.bool)
         _fill(BERNOULLI, shard, mask, (1.0 - p,), generator)
         return apply_mask(local, mask, 1.0 - p)
-    if (outs := _dropout_fused(row, shard, local, p, train, generator)) is not None:
+    fused = _fused_dropout(row, shard, local, p)
+    if fused is not None:
+        with torch.cuda.device(local.device):
+            outs = fused(local, generator)
+        _keep_ready(row, shard, local, (p, train), fused)
         return outs
     _check_dropout(row, local.dtype, local.device)
     return _replay_dropout(row, shard, local, p, train, generator)
 
 
-def _dropout_fused(
-    row: RandomOp, shard: ShardSlice, local: torch.Tensor, p: float, train: bool | None, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What a fused kernel has drawn; None, and nothing is done, where none serves."""
+def _fused_dropout(row: RandomOp, shard: ShardSlice, local: torch.Tensor, p: float) -> Any:
+    """The fused kernel that drops out of the shard; None where there is none."""
     kernels = _kernels()
     if kernels is None or not local.is_contiguous():
         return None
     if not _fused_dropout_is_exact(kernels, row, local.dtype, local.device):
         return None
     side = side_by_side(shard.numel, local.element_size())
-    drop = kernels.dropper(shard, local.dtype, p, side, most_threads_of(local.device))
-    if drop is None:
-        return None
-    with torch.cuda.device(local.device):
-        outs = drop(local, generator)
-    _keep_ready(row, shard, local, (p, train), drop)
-    return outs
+    return kernels.dropper(shard, local.dtype, p, side, most_threads_of(local.device))
 
 
 def _dropout_of_whole(
@@ -375,6 +376,48 @@ def _replay_dropout(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# CUDA graphs: the fused kernels, at a seed and an offset that the graph keeps on the device.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _capture(
+    row: RandomOp, shard: ShardSlice, out: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator
+) -> Any:
+    """:func:`draw` while a CUDA graph is captured. A generator other than the default one has to be known to the graph."""
+    with torch.cuda.device(out.device):
+        if row.reads_input:
+            p, train = args
+            if train is False or not shard.numel or p == 1:  # as in _dropout
+                return row.call(out, p, train)
+            fused = _fused_dropout(row, shard, out, p) if shard.is_contiguous else None
+            if fused is not None:
+                return fused.capture(out, *reserve(generator, fused.end))
+            _warn_of_whole(row, shard)
+            return _dropout_of_whole(row, shard, out, p, train, generator)
+        if not shard.numel:
+            return out
+        target = out.permute(shard.order)
+        in_order = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype, device=out.device)
+        fused = _fused_fill(row, shard, in_order, args) if shard.is_dense and not out.dtype.is_complex else None
+        if fused is not None:
+            fused.capture(in_order, *reserve(generator, fused.end))
+            if in_order is not target:
+                target.copy_(in_order)
+        else:
+            _warn_of_whole(row, shard)
+            _as_a_whole(row, shard, target, args, generator)
+        return out
+
+
+def _warn_of_whole(row: RandomOp, shard: ShardSlice) -> None:
+    warnings.warn(
+        f"{row.op}: this CUDA graph draws the whole tensor, of shape {tuple(shard.shape)}, to keep a shard of it: there is "
+        "no fused kernel for the dtype or the layout, or the op has not run before the capture. Run it once before.",
+        stacklevel=2,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Whether the kernels of this torch do so: looked at once for each op and dtype of a device.
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -409,6 +452,8 @@ def _fused_is_exact(
 ) -> bool:
     key = (row.fill, dtype, device)
     if key not in _fused:
+        if capturing(device):  # which allows no comparison
+            return False
         generator = torch.Generator(device).manual_seed(0)
         most = most_threads_of(device)
         numel, shards = _check_shards(most)
@@ -433,6 +478,8 @@ def _fused_dropout_is_exact(kernels: Any, row: RandomOp, dtype: torch.dtype, dev
         return False
     key = (row.fill, dtype, device)
     if key not in _fused:
+        if capturing(device):
+            return False
         generator = default_generator(None, device)
         base, most = generator.get_offset(), most_threads_of(device)
         numel, shards = _check_shards(most)

@@ -43,6 +43,7 @@ PRIVATE_NAMES = (
     "torch.distributed.tensor._dtensor_spec:DTensorSpec.shard_order",
     "torch.distributed.tensor.placement_types:Shard.local_shard_size_and_offset",
     "torch.distributed.tensor.placement_types:_StridedShard",
+    "torch:ops.aten._efficient_attention_forward",
     "torch.utils._python_dispatch:_disable_current_modes",
     "torch.nn.init:_no_grad_trunc_normal_",
 )
