@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from worlds import gloo
+from torch.distributed.tensor import Shard, distribute_tensor
+from worlds import each_rank, gloo
 
 import torch_dtensor_rng as tdr
 
@@ -69,6 +70,7 @@ PLAIN = {
     "tp_and_fsdp2": lambda rank: two_linears(truncated),
     "hsdp": lambda rank: linear(),
     "stages": lambda rank: stage(rank // 2),
+    "torchtitan": lambda rank: stage(5 + rank // 2),
     "lora": lambda rank: adapters(),
     "router": lambda rank: routed(),
 }
@@ -76,7 +78,7 @@ PLAIN = {
 
 def test_every_block_has_a_test():
     names = [re.findall(r"^def (\w+)", block, re.MULTILINE)[-1] for block in BLOCKS]
-    assert sorted(names) == sorted([*PLAIN, "train"])
+    assert sorted(names) == sorted([*PLAIN, "train", "captured"])
 
 
 @pytest.mark.parametrize("policy", ["single_device", "offset"])
@@ -101,3 +103,25 @@ def test_a_run_that_is_cut_and_resumed_on_fewer_ranks(tmp_path):
     cut = gloo(2, trained, (2, 1), str(tmp_path / "cut"), 4)
     assert cut[0] == whole[0] == whole[1]
     assert cut[1] == whole[2] == whole[3]
+
+
+def jittered():
+    noise = torch.Generator("cuda")
+    drawn = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        noise.manual_seed(seed)
+        for _ in range(2):
+            jitter = torch.empty(30, 40, device="cuda").normal_(std=0.1, generator=noise)
+            drawn.append(F.dropout(torch.ones(30, 40, device="cuda") + jitter, 0.3))
+    return drawn
+
+
+@pytest.mark.gpu
+def test_a_captured_step():
+    def on_rank(rank, mesh):
+        for ours, plain in zip(recipe("captured")(), jittered()):
+            assert torch.equal(ours, distribute_tensor(plain, mesh, [Shard(0)], src_data_rank=None).to_local())
+
+    with tdr.install("single_device"):
+        each_rank((3,), on_rank, "cuda")
