@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from test_single_device import EXACT
 from torch.distributed.tensor import Replicate, Shard, empty
+from torch.utils import _pytree as pytree
 from worlds import as_rank, default_generator, each_rank
 
 import torch_dtensor_rng as tdr
@@ -122,6 +124,87 @@ def test_gradients_use_the_masks_of_the_forward(device, installed):
     out = fn(x)
     out.sum().backward()
     assert torch.equal(x.grad.to_local(), out.to_local().detach())
+
+
+# A graph cannot call what is named like a keyword; inductor's logarithm rounds otherwise than eager mode's.
+NOT_COMPILED = {"random.from", "gumbel_noise"}
+
+
+@pytest.mark.parametrize("passed", [False, True], ids=["default", "passed"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_every_exact_op_in_one_graph(backend, passed, device, policy):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    mesh = as_rank(1, (2, 2), device)
+    generator = torch.Generator(device) if passed else None
+    live = generator or default_generator(device)
+    names = sorted(EXACT.keys() - NOT_COMPILED)
+    xs = [
+        empty(5, 6, dtype=EXACT[name][1][0], device_mesh=mesh, placements=[Shard(1), Shard(0)]).fill_(1)
+        for name in names
+    ]
+
+    def fn(xs):
+        return [EXACT[name][0](x.clone(), generator) for name, x in zip(names, xs)]
+
+    def three_calls(fn):
+        torch.manual_seed(0)
+        live.manual_seed(1)
+        drawn = [pytree.tree_map(lambda out: out.to_local().clone(), fn(xs)) for _ in range(3)]
+        return drawn, torch.get_rng_state(), live.get_state()
+
+    eager, *ends = three_calls(fn)
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled, *compiled_ends = three_calls(torch.compile(fn, backend=counter, fullgraph=True))
+    assert counter.frame_count == 1
+    for call in range(3):
+        for name, ours, expected in zip(names, compiled[call], eager[call]):
+            torch.testing.assert_close(
+                ours, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{name}: {text}"
+            )
+    assert all(map(torch.equal, ends, compiled_ends))
+
+
+GENERATORS = {
+    "init": lambda x, g: torch.nn.init.kaiming_uniform_(x, generator=g),
+    "bernoulli(p)": lambda x, g: torch.bernoulli(x * 0.5, generator=g),
+    "bernoulli_(p)": lambda x, g: x.bernoulli_(x * 0.5, generator=g),
+    "poisson": lambda x, g: torch.poisson(x * 50, generator=g),
+    "poisson, by position": lambda x, g: torch.poisson(x * 50, g),
+    "binomial": lambda x, g: torch.binomial(x * 50, x * 0.5, generator=g),
+    "multinomial": lambda x, g: torch.multinomial(x * 50, 2, generator=g),
+    "rand_like.generator": lambda x, g: torch.ops.aten.rand_like.generator(x, generator=g),
+    "the default one": lambda x, g: x.normal_(generator=torch.default_generator if x.is_cpu else g),
+    "none": lambda x, g: torch.ops.aten.rand_like.generator(x, generator=None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot draw the numbers of one device")
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_passed_generator(name, device, policy):
+    def fn(x, generator):
+        return GENERATORS[name](x * 1.0, generator) + 8 * GENERATORS[name](x * 1.0, generator)
+
+    x = empty(8, 6, device_mesh=as_rank(1, (2,), device), placements=[Shard(0)]).fill_(1)
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        for seed in (1, 2):  # a generator of its own for each, whose memory the next may get
+            torch.manual_seed(seed + 7)
+            eager = fn(x, torch.Generator(device).manual_seed(seed)).to_local(), torch.get_rng_state()
+            torch.manual_seed(seed + 7)
+            drawn = compiled(x, torch.Generator(device).manual_seed(seed)).to_local(), torch.get_rng_state()
+            assert all(map(torch.equal, eager, drawn))
+
+
+def test_a_plain_tensor_breaks_the_graph_as_without_the_package(installed):
+    generator = torch.Generator()
+    compiled = torch.compile(lambda x: x.normal_(generator=generator) * 2, backend="eager")
+    generator.manual_seed(0)
+    eager = torch.empty(8).normal_(generator=generator) * 2
+    generator.manual_seed(0)
+    assert torch.equal(compiled(torch.empty(8)), eager)
 
 
 SCRIPT = """

@@ -1,7 +1,6 @@
 """Putting the package into torch, and taking it out again. The only file that patches."""
 
 import os
-import sys
 import threading
 from types import TracebackType
 from typing import Any
@@ -15,7 +14,7 @@ from torch._functorch import compile_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import _composed, _debug, _dispatch, _factories, _orthogonal, _random, _traced, _trunc_normal
+from . import _composed, _debug, _dispatch, _factories, _orthogonal, _random, _torch_names, _traced, _trunc_normal
 
 POLICIES = ("offset", "single_device")
 DEBUG_VARIABLE = "TORCH_DTENSOR_RNG_DEBUG"
@@ -94,6 +93,9 @@ class Installation(_Patches):
         self.strict = strict
 
     def _put_in(self) -> None:
+        _torch_names.check(_torch_names.DYNAMO_NAMES)
+        from . import _dynamo  # not before it is needed, as it takes a second
+
         rows = _dispatch.Policy(self.policy == "single_device", self.strict).handlers()
         watches = [one._watch for one in _patches if isinstance(one, RNGSyncDebugMode)]
         if os.environ.get(DEBUG_VARIABLE, "").lower() not in _OFF:
@@ -118,6 +120,8 @@ class Installation(_Patches):
         tag = f"{torch.compiler.config.cache_key_tag}torch_dtensor_rng:{self.policy}:{_traced.GRAPH_FORMAT};"
         self._set(torch.compiler.config, "cache_key_tag", tag)
         self._set(compile_utils, "rand_ops", [*compile_utils.rand_ops, *_traced.RANDOM_PACKETS])
+        for variable, call in _dynamo.CALLS:
+            self._set(variable, call, _dynamo.wrap(getattr(variable, call)))
         init = torch.nn.init
         self._set(init, "_no_grad_trunc_normal_", _trunc_normal.wrap(init._no_grad_trunc_normal_))
         self._set(init, "orthogonal_", _orthogonal.wrap(init.orthogonal_))
@@ -210,8 +214,8 @@ _patches: list[_Patches] = []
 
 def _after_change() -> None:
     _dispatch.forget()
-    if "torch._dynamo" in sys.modules:  # nothing is compiled otherwise, and its import takes seconds
-        torch.compiler.reset()
+    torch.compiler.reset()
+    _traced.forget()
 
 
 class _AnyDeviceTracker(_random.OffsetBasedRNGTracker):

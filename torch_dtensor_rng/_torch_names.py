@@ -1,4 +1,4 @@
-"""The private torch names that the package stands on, in one place, checked when it is imported."""
+"""The private torch names that the package stands on, in one place, checked before they are used."""
 
 import importlib
 
@@ -48,6 +48,19 @@ PRIVATE_NAMES = (
     "torch.nn.init:_no_grad_trunc_normal_",
 )
 
+# Checked by install(), as their import takes a second.
+DYNAMO_NAMES = (
+    "torch._dynamo.guards:GuardBuilder.ID_MATCH",
+    "torch._dynamo.guards:install_guard",
+    "torch._dynamo.utils:proxy_args_kwargs",
+    "torch._dynamo.variables.base:VariableTracker.as_proxy",
+    "torch._dynamo.variables.base:VariableTracker.realize",
+    "torch._dynamo.variables.builder:wrap_fx_proxy",
+    "torch._dynamo.variables.tensor:TensorVariable.call_method",
+    "torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function",
+    "torch._dynamo.variables.user_defined:UserDefinedObjectVariable",
+)
+
 
 def missing(names: tuple[str, ...] = PRIVATE_NAMES) -> list[str]:
     """The names of ``names`` that the running torch does not have."""
@@ -65,9 +78,9 @@ def _exists(name: str) -> bool:
     return True
 
 
-def check() -> None:
-    """Raises ImportError, naming torch's version and what moved, unless every private name is there."""
-    if absent := missing():
+def check(names: tuple[str, ...] = PRIVATE_NAMES) -> None:
+    """Raises ImportError, naming torch's version and what moved, unless all of ``names`` are there."""
+    if absent := missing(names):
         raise ImportError(
             f"torch_dtensor_rng supports torch {SUPPORTED}; torch {torch.__version__} has no {', '.join(absent)}."
         )

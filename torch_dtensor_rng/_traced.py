@@ -27,6 +27,7 @@ from ._ops import TABLE, RandomOp
 
 NAMESPACE = "torch_dtensor_rng"
 _EXACT = "exact_"
+_PASSED = "passed_"
 # Where a rank is on the mesh.
 _MESH = {"ranks": "int[]", "mesh_strides": "int[]", "mesh_shape": "int[]"}
 # Policy offset; an ``end`` below 0 is where the plain call on the local tensor ends.
@@ -42,9 +43,16 @@ _WHOLE = {
     "order": "int[]",
 }
 
+# Of a generator that was passed.
+_HANDLE = {"handle": "int"}
+
 # What a debug mode wants to be told when a graph draws.
 watcher: Callable[[], None] | None = None
 
+# The generators that compiled functions were passed: a graph holds the position.
+_generators: list[torch.Generator] = []
+
+_schemas: dict[str, str] = {}
 _library = Library(NAMESPACE, "FRAGMENT")
 
 
@@ -53,12 +61,12 @@ def _name(row: RandomOp) -> str:
 
 
 def _schema(row: RandomOp, name: str, places: dict[str, str]) -> str:
-    """The aten op's schema with ``places`` as further keyword arguments, without anything that is written, and with
-    ``from`` under a name that graph code can write."""
+    """The aten op's schema with ``places`` as further keyword arguments, without anything that is written, without its
+    generator, and with ``from`` under a name that graph code can write."""
     arguments, returns = re.fullmatch(r"[^(]*\((.*)\) -> (.*)", str(row.op._schema)).groups()  # type: ignore[union-attr]
     arguments, returns = (re.sub(r"\([a-z]!\)", "", one) for one in (arguments, returns))
-    arguments = re.sub(r"\bfrom\b", "from_", arguments)
-    star = "" if "*, " in arguments else "*, "
+    arguments = re.sub(r"\bfrom\b", "from_", re.sub(r", Generator\? generator(=None)?", "", arguments))
+    star = "" if "*" in arguments else "*, "
     further = ", ".join(f"{kind} {one}" for one, kind in places.items())
     return f"{name}({arguments}, {star}{further}) -> {returns}"
 
@@ -66,20 +74,28 @@ def _schema(row: RandomOp, name: str, places: dict[str, str]) -> str:
 def _define(
     row: RandomOp, name: str, places: dict[str, str], draw_at: Callable[[RandomOp, dict[str, Any], Any, Any, Any], Any]
 ) -> None:
+    passed = "handle" in places
+
     def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if watcher is not None:
             watcher()
         at = {one: kwargs.pop(one) for one in places}
+        if passed:
+            kwargs["generator"] = generator_at(at["handle"])
         return draw_at(row, at, torch.empty_like(local) if row.in_place else local, args, kwargs)
 
     def fake(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kwargs = {one: value for one, value in kwargs.items() if one not in places}
         return torch.empty_like(local) if row.in_place else (row.meta or row.call)(local, *args, **kwargs)
 
-    # The tag keeps the partitioner from drawing once more in the backward graph.
-    _library.define(_schema(row, name, places), tags=(torch.Tag.nondeterministic_seeded,))
+    # The first tag keeps the partitioner from drawing once more in the backward graph; the second keeps inductor from
+    # capturing what a CUDA graph of its own does not know the generator of.
+    seeded, uncapturable = torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe
+    schema = _schema(row, name, places)
+    _library.define(schema, tags=(seeded, uncapturable) if passed else (seeded,))
     _library.impl(name, run, "CompositeExplicitAutograd")
     register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    _schemas[name] = schema
 
 
 def _draw_in_layout(
@@ -140,21 +156,41 @@ def _shard_at(
     return _shard.shard_of(spec, coordinate)  # type: ignore[arg-type]
 
 
+def handle_of(generator: torch.Generator) -> int:
+    """What stands for ``generator`` in the graphs of this process. It is kept until :func:`forget`."""
+    for handle, one in enumerate(_generators):
+        if one is generator:
+            return handle
+    _generators.append(generator)
+    return len(_generators) - 1
+
+
+def generator_at(handle: int) -> torch.Generator:
+    """The generator for which ``handle`` stands."""
+    return _generators[handle]
+
+
+def forget() -> None:
+    """Lets go of the generators, when there are no graphs any more."""
+    _generators.clear()
+
+
 _DEFINED = {row.overload: row for row in TABLE if row.functional is None}
 
 for _row in _DEFINED.values():
-    _define(_row, _name(_row), _LAYOUT, _draw_in_layout)
-    if _row.fill is not None:
-        _define(_row, _EXACT + _name(_row), _WHOLE, _draw_of_whole)
+    _takes_generator = any(one.name == "generator" for one in _row.op._schema.arguments)
+    for _prefix, _places, _draw_at in (("", _LAYOUT, _draw_in_layout), (_EXACT, _WHOLE, _draw_of_whole)):
+        if _prefix != _EXACT or _row.fill is not None:
+            _define(_row, _prefix + _name(_row), _places, _draw_at)
+            if _takes_generator:
+                _define(_row, _PASSED + _prefix + _name(_row), {**_HANDLE, **_places}, _draw_at)
 
 # No two nodes of these may be merged into one. Where a graph has gradients, fx_graph_cse of torch._functorch.compile_utils
 # goes by a list, and on torch 2.11 to 2.13 not by the tag.
-_NAMES = [prefix + _name(row) for row in _DEFINED.values() for prefix in ("", _EXACT) if not prefix or row.fill]
-RANDOM_PACKETS = tuple(getattr(getattr(torch.ops, NAMESPACE), name) for name in _NAMES)
+RANDOM_PACKETS = tuple(getattr(getattr(torch.ops, NAMESPACE), name) for name in _schemas)
 
 # Part of the key of torch's compile caches: a cached graph calls these ops, with places worked out by this version.
-_SCHEMAS = [_schema(row, _name(row), places) for row in _DEFINED.values() for places in (_LAYOUT, _WHOLE)]
-GRAPH_FORMAT = "3:" + hashlib.sha256("\n".join(_SCHEMAS).encode()).hexdigest()[:16]
+GRAPH_FORMAT = "4:" + hashlib.sha256("\n".join(_schemas.values()).encode()).hexdigest()[:16]
 
 
 def _coordinate(rank: int, at: dict[str, Any]) -> list[int]:
@@ -237,6 +273,10 @@ def _record(
         out, written = _record(_DEFINED[row.functional], prefix, mesh, at, local, args, kwargs)
         args[0].copy_(written)
         return local.copy_(out) if row.in_place else out
+    if "generator" in kwargs:
+        kwargs = dict(kwargs)
+        if (generator := kwargs.pop("generator")) is not None:
+            prefix, at = _PASSED + prefix, {"handle": handle_of(generator), **at}
     ranks, strides = _mesh_geometry(mesh, dist.get_rank())
     op = getattr(getattr(torch.ops, NAMESPACE), prefix + _name(row))
     out = op(local, *args, **kwargs, ranks=ranks, mesh_strides=strides, mesh_shape=mesh.shape, **at)
