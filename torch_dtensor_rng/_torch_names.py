@@ -44,6 +44,7 @@ PRIVATE_NAMES = (
     "torch.distributed.tensor.placement_types:Shard.local_shard_size_and_offset",
     "torch.distributed.tensor.placement_types:_StridedShard",
     "torch:ops.aten._efficient_attention_forward",
+    "torch.fx.experimental.proxy_tensor:get_proxy_mode",
     "torch.utils._python_dispatch:_disable_current_modes",
     "torch.nn.init:_no_grad_trunc_normal_",
 )

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -28,8 +30,8 @@ from ._ops import TABLE, RandomOp
 NAMESPACE = "torch_dtensor_rng"
 _EXACT = "exact_"
 _PASSED = "passed_"
-# Where a rank is on the mesh.
-_MESH = {"ranks": "int[]", "mesh_strides": "int[]", "mesh_shape": "int[]"}
+# Where a rank is on the mesh, and the draw before this one in the graph, by its last output: no two may change places.
+_MESH = {"after": "Tensor?", "ranks": "int[]", "mesh_strides": "int[]", "mesh_shape": "int[]"}
 # Policy offset; an ``end`` below 0 is where the plain call on the local tensor ends.
 _LAYOUT = {**_MESH, "weights": "int[]", "num_shards": "int", "step": "SymInt", "end": "SymInt"}
 # Policy single_device: what the kernel goes through. Of each mesh dim the tensor dim that it shards, or -1, and the
@@ -52,6 +54,9 @@ watcher: Callable[[], None] | None = None
 # The generators that compiled functions were passed: a graph holds the position.
 _generators: list[torch.Generator] = []
 
+# Of a graph that is made: the last output of its last draw.
+_last_draws: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
+
 _schemas: dict[str, str] = {}
 _library = Library(NAMESPACE, "FRAGMENT")
 
@@ -62,13 +67,13 @@ def _name(row: RandomOp) -> str:
 
 def _schema(row: RandomOp, name: str, places: dict[str, str]) -> str:
     """The aten op's schema with ``places`` as further keyword arguments, without anything that is written, without its
-    generator, and with ``from`` under a name that graph code can write."""
+    generator, with ``from`` under a name that graph code can write, and with one more, empty output."""
     arguments, returns = re.fullmatch(r"[^(]*\((.*)\) -> (.*)", str(row.op._schema)).groups()  # type: ignore[union-attr]
     arguments, returns = (re.sub(r"\([a-z]!\)", "", one) for one in (arguments, returns))
     arguments = re.sub(r"\bfrom\b", "from_", re.sub(r", Generator\? generator(=None)?", "", arguments))
     star = "" if "*" in arguments else "*, "
     further = ", ".join(f"{kind} {one}" for one, kind in places.items())
-    return f"{name}({arguments}, {star}{further}) -> {returns}"
+    return f"{name}({arguments}, {star}{further}) -> ({returns.strip('()')}, Tensor)"
 
 
 def _define(
@@ -82,11 +87,12 @@ def _define(
         at = {one: kwargs.pop(one) for one in places}
         if passed:
             kwargs["generator"] = generator_at(at["handle"])
-        return draw_at(row, at, torch.empty_like(local) if row.in_place else local, args, kwargs)
+        return _and_empty(local, draw_at(row, at, torch.empty_like(local) if row.in_place else local, args, kwargs))
 
     def fake(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kwargs = {one: value for one, value in kwargs.items() if one not in places}
-        return torch.empty_like(local) if row.in_place else (row.meta or row.call)(local, *args, **kwargs)
+        outs = torch.empty_like(local) if row.in_place else (row.meta or row.call)(local, *args, **kwargs)
+        return _and_empty(local, outs)
 
     # The first tag keeps the partitioner from drawing once more in the backward graph; the second keeps inductor from
     # capturing what a CUDA graph of its own does not know the generator of.
@@ -96,6 +102,11 @@ def _define(
     _library.impl(name, run, "CompositeExplicitAutograd")
     register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     _schemas[name] = schema
+
+
+def _and_empty(local: torch.Tensor, outs: Any) -> tuple[Any, ...]:
+    empty = torch.empty(0, device=local.device)
+    return (outs, empty) if isinstance(outs, torch.Tensor) else (*outs, empty)
 
 
 def _draw_in_layout(
@@ -190,7 +201,7 @@ for _row in _DEFINED.values():
 RANDOM_PACKETS = tuple(getattr(getattr(torch.ops, NAMESPACE), name) for name in _schemas)
 
 # Part of the key of torch's compile caches: a cached graph calls these ops, with places worked out by this version.
-GRAPH_FORMAT = "4:" + hashlib.sha256("\n".join(_schemas.values()).encode()).hexdigest()[:16]
+GRAPH_FORMAT = "6:" + hashlib.sha256("\n".join(_schemas.values()).encode()).hexdigest()[:16]
 
 
 def _coordinate(rank: int, at: dict[str, Any]) -> list[int]:
@@ -279,5 +290,13 @@ def _record(
             prefix, at = _PASSED + prefix, {"handle": handle_of(generator), **at}
     ranks, strides = _mesh_geometry(mesh, dist.get_rank())
     op = getattr(getattr(torch.ops, NAMESPACE), prefix + _name(row))
-    out = op(local, *args, **kwargs, ranks=ranks, mesh_strides=strides, mesh_shape=mesh.shape, **at)
-    return local.copy_(out) if row.in_place else out
+    proxies = get_proxy_mode()
+    after = None if proxies is None else _last_draws.get(proxies.tracer)
+    *outs, last = op(
+        local, *args, **kwargs, after=after, ranks=ranks, mesh_strides=strides, mesh_shape=mesh.shape, **at
+    )
+    if proxies is not None:
+        _last_draws[proxies.tracer] = last
+    if row.in_place:
+        return local.copy_(outs[0])
+    return outs[0] if len(outs) == 1 else tuple(outs)
